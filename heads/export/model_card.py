@@ -1,0 +1,111 @@
+"""The README.md of an export: what the heads are, what they were measured to give, how to serve them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heads.export.files import CHECKSUM_FILE
+from heads.export.medusa_formats import Outline
+from heads.identity import TargetIdentity
+
+REPORT_FILE = "report.json"
+# Heads are worth less with another chat template or fine-tune: the card says what they were trained with.
+DIGESTS = ("tokenizer_sha256", "template_sha256", "weights_sha256")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a report says that these heads gave; the speedup has a confidence interval [low, high]."""
+
+    acceptance: str
+    tau: float
+    speedup: float
+    low: float
+    high: float
+
+
+def read_report(source: Path) -> Measured | None:
+    """Read the report.json that an evaluation left beside the heads or in the run's directory, if any.
+
+    Raises:
+        ValueError: if the report is damaged or lacks tau, the speedup or the acceptance rule.
+    """
+    for path in (source / REPORT_FILE, source.resolve().parent / REPORT_FILE):
+        if not path.is_file():
+            continue
+        try:
+            report = json.loads(path.read_text())
+            speedup = report["speedup"]
+            numbers = (report["tau"], speedup["median"], speedup["low"], speedup["high"])
+            return Measured(str(report["acceptance"]), *map(float, numbers))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} does not give tau and speedup as numbers ({error!r}); evaluate again or move it away"
+            ) from error
+    return None
+
+
+def model_card(
+    outline: Outline,
+    target: TargetIdentity,
+    licence: str,
+    draft_vocab_size: int,
+    extra: Mapping[str, Any],
+    measured: Measured | None,
+    command: str,
+    limits: Sequence[str],
+) -> str:
+    """Write the card in Markdown.
+
+    target: the one that the heads were trained on; outline.target names the one that they are exported for.
+    extra: of the saved heads; `coverage` (share of training tokens that can be drafted), `data_digest`.
+    """
+    reduced = draft_vocab_size < outline.vocab_size
+    vocabulary = f"{draft_vocab_size} of {outline.vocab_size} token ids" if reduced else "all token ids"
+    if "coverage" in extra:
+        vocabulary += f", which cover {extra['coverage']:.2%} of the training tokens"
+    shape = f"{target.model_type}, {target.num_layers} blocks, width {target.hidden_size}"
+    tau = speedup = "not measured"
+    if measured is not None:
+        tau = f"{measured.tau:.2f}"
+        speedup = f"{measured.speedup:.2f} [{measured.low:.2f}, {measured.high:.2f}]"
+    rows = {
+        "target": f"{target.name} ({shape})",
+        "target's licence": licence,
+        "heads (K)": f"{outline.num_heads}: the target's next token and {outline.num_heads} guesses after it",
+        "layers of each head (L)": outline.num_layers,
+        "LM head": "the target's, for all heads" if outline.shared else "one for each head",
+        "trained draft vocabulary": vocabulary,
+        "dtype": outline.dtype,
+        "training data digest": extra.get("data_digest", "not recorded"),
+        "tau (tokens per target forward)": tau,
+        "speedup over plain decoding": speedup,
+    }
+    digests = [f"- {name}: `{getattr(target, name) or 'none'}`" for name in DIGESTS]
+    lines = [
+        f"# Medusa heads for {target.name}",
+        "",
+        "Trained with Headstart on the frozen target. The heads only draft: the target checks every token.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows.items()),
+        "",
+        *([f"Measured with Headstart's draft tree and {measured.acceptance} acceptance.", ""] if measured else []),
+        "## Serve",
+        "",
+        "```bash",
+        command,
+        "```",
+        "",
+        *(f"- {limit}" for limit in limits),
+        "",
+        "## Check",
+        "",
+        f"`sha256sum --check {CHECKSUM_FILE}`. The target that the heads belong to, by SHA-256:",
+        "",
+        *digests,
+    ]
+    return "\n".join(lines) + "\n"

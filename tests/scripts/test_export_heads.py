@@ -1,0 +1,76 @@
+"""The commands export and import heads of the tiny target; what goes wrong is one line."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads.identity import identify
+from heads.layout import load_heads, save_heads
+from heads.medusa import MedusaConfig, MedusaHeads
+from heads.target import TargetConfig, load_target
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """run(script, *overrides) -> what it printed. The run directory `run` holds heads of the tiny target."""
+    target = load_target(TargetConfig("tiny", "random:llama"), "cpu")
+    heads = MedusaHeads(MedusaConfig(num_heads=2), 32, 320, torch.arange(320)).bind(target).initialise()
+    save_heads(heads, tmp_path / "run" / "heads", identify(target))
+    monkeypatch.chdir(tmp_path)
+
+    def run_(script: str, *overrides: str) -> str:
+        monkeypatch.setattr(sys, "argv", [script, "model=tiny", *overrides])
+        runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_, target, heads
+
+
+@pytest.mark.parametrize("given", ["run", "run/heads"])
+def test_exports_beside_the_heads_and_imports_again(run, tmp_path, given):
+    run_, target, heads = run
+    printed = run_("export_heads", f"heads={given}", "format=vllm")
+    assert "wrote run/export-vllm/model.safetensors (0.1 MB)" in printed
+    assert "note: vLLM 0.32 is the last release with Medusa" in printed
+    command = """'{"method":"medusa","model":"run/export-vllm","num_speculative_tokens":2}'"""
+    assert f"serve with: vllm serve tiny --speculative-config {command}" in printed
+    printed = run_("import_heads", "source=run/export-vllm", "format=vllm", "output=back")
+    assert "wrote back: 2 heads of 1 layers, LM head own" in printed
+    back = load_heads(tmp_path / "back", target)
+    assert torch.equal(back.lm_head_weight, heads.lm_head_weight)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "run"]
+
+
+@pytest.mark.parametrize(
+    ("script", "overrides", "message"),
+    [
+        ("export_heads", ["heads=run", "format=onnx"], "error: format=onnx is unknown; known are"),
+        ("export_heads", ["heads=nowhere", "format=vllm"], r"error: heads=nowhere holds no config\.json"),
+        ("export_heads", ["source=run"], r"error: format has no value; give it .* format=\.\.\."),
+        (
+            "export_heads",
+            ["heads=run", "format=vllm", "output=run"],
+            "error: .*holds heads, which would be lost",
+        ),
+        (
+            "export_heads",
+            ["heads=run", "format=vllm", "model.path=random:qwen3"],
+            "error: .*model_type=llama",
+        ),
+        (
+            "import_heads",
+            ["source=run", "format=vllm", "output=x"],
+            r"error: run/config\.json does not exist",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(run, script, overrides, message):
+    run_, _, _ = run
+    with pytest.raises(SystemExit, match=message) as error:
+        run_(script, *overrides)
+    assert "\n" not in str(error.value)
