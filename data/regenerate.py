@@ -1,0 +1,217 @@
+"""Training data from the target itself: it answers prompts, and it can invent the prompts.
+
+Heads must learn what the target says, not what somebody else said. Answers are appended to a JSONL file as they are
+finished; a run that was stopped goes on with what is missing. Inventing follows Magpie (arXiv 2406.08464): given its
+template up to the start of a user turn, the target itself writes what a user would ask.
+
+This module knows nothing of models: it is handed a function from token ids to token ids.
+"""
+
+import json
+import logging
+import unicodedata
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.conversations import Conversation
+from data.render import render_prompt
+
+logger = logging.getLogger(__name__)
+
+# From prompts (token ids) and seeds to continuations, each ending with an end-of-text id unless it ran out of room.
+Generate = Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[int]]]
+
+MIN_WORDS, MAX_WORDS = 4, 120
+MARK = "\ue000"  # a private-use character that no template contains
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request: the messages before the answer, a name that is unique in the run, and its kind of work."""
+
+    name: str
+    category: str
+    messages: list[dict[str, Any]]
+
+
+class AnswerLog:
+    """An append-only JSONL file of finished rows; a last line that was cut short is dropped on opening.
+
+    Raises:
+        ValueError: if a line before the last is not JSON.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = 0
+        if path.exists():
+            content = path.read_bytes()
+            whole = content.rfind(b"\n") + 1
+            for number, line in enumerate(content[:whole].splitlines(), 1):
+                try:
+                    self.rows.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path}:{number} is not JSON ({error}); repair or remove that line") from error
+        self._file = path.open("r+b" if path.exists() else "w+b")
+        self._file.truncate(whole)
+        self._file.seek(whole)
+
+    def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write whole rows and flush them, so that a kill loses at most the batch under way."""
+        self._file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        self._file.flush()
+        self.rows.extend(rows)
+
+    def __enter__(self) -> "AnswerLog":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+
+def answer(
+    prompts: Sequence[Prompt],
+    log: AnswerLog,
+    generate: Generate,
+    tokenizer: Any,
+    eos_ids: Sequence[int],
+    template_kwargs: dict[str, Any],
+    batch_size: int,
+    samples: int,
+    seed: int,
+    on_answers: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Let the target answer every prompt `samples` times, except what `log` already holds.
+
+    A row keeps `finish`: "stop" when the target ended its turn, "length" when the room ran out.
+    """
+    done = {row["id"] for row in log.rows}
+    jobs = [
+        (f"{prompt.name}#{sample}", prompt, render_prompt(prompt.messages, tokenizer, template_kwargs))
+        for prompt in prompts
+        for sample in range(samples)
+    ]
+    jobs = [job for job in jobs if job[0] not in done]
+    # Prompts of one length share a batch: less padding.
+    jobs.sort(key=lambda job: (len(job[2]), job[0]))
+    for start in range(0, len(jobs), batch_size):
+        batch = jobs[start : start + batch_size]
+        answers = generate([ids for _, _, ids in batch], [_stream(seed, name) for name, _, _ in batch])
+        log.append(
+            [
+                _row(name, prompt, tokens, tokenizer, eos_ids)
+                for (name, prompt, _), tokens in zip(batch, answers, strict=True)
+            ]
+        )
+        on_answers(len(batch))
+
+
+def _row(name: str, prompt: Prompt, tokens: list[int], tokenizer: Any, eos_ids: Sequence[int]) -> dict[str, Any]:
+    finished = bool(tokens) and tokens[-1] in eos_ids
+    said = tokens[:-1] if finished else tokens
+    text = tokenizer.decode(said, skip_special_tokens=False)
+    row = {
+        "id": name,
+        "category": prompt.category,
+        "messages": [*prompt.messages, {"role": "assistant", "content": text}],
+        "finish": "stop" if finished else "length",
+        "tokens": len(tokens),
+    }
+    # A target can say a text in other tokens than its tokenizer would: then only the ids are what it said.
+    faithful = tokenizer.encode(text, add_special_tokens=False) == said
+    return row if faithful else {**row, "answer_ids": tokens}
+
+
+def user_turn_prefix(tokenizer: Any, template_kwargs: dict[str, Any]) -> list[int]:
+    """Token ids of the target's own template up to where the user's text begins.
+
+    Raises:
+        ValueError: if the template rewrites the user's text, so that no prefix can be cut.
+    """
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=False, **template_kwargs
+    )
+    before, found, _ = rendered.partition(MARK)
+    if not found:
+        raise ValueError("the chat template does not show the user's text as it is; give prompts instead of invent=")
+    return tokenizer.encode(before, add_special_tokens=False)
+
+
+def invent(
+    log: AnswerLog,
+    count: int,
+    generate: Generate,
+    tokenizer: Any,
+    eos_ids: Sequence[int],
+    prefix: Sequence[int],
+    known: Sequence[str],
+    batch_size: int,
+    seed: int,
+    on_prompts: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Sample user turns until `log` holds `count` acceptable ones, none of which repeats another or a `known` text."""
+    seen = {fingerprint(text) for text in known} | {fingerprint(row["prompt"]) for row in log.rows}
+    draws = max((row["draw"] for row in log.rows), default=-1) + 1
+    while len(log.rows) < count:
+        numbers = range(draws, draws + batch_size)
+        turns = generate([prefix] * batch_size, [_stream(seed, f"invented-{number}") for number in numbers])
+        accepted = []
+        for number, tokens in zip(numbers, turns, strict=True):
+            text = tokenizer.decode(tokens[:-1], skip_special_tokens=False).strip()
+            if not tokens or tokens[-1] not in eos_ids or fault(text) or fingerprint(text) in seen:
+                continue
+            seen.add(fingerprint(text))
+            accepted.append({"id": f"invented-{number}", "category": "invented", "prompt": text, "draw": number})
+        draws += batch_size
+        accepted = accepted[: count - len(log.rows)]
+        log.append(accepted)
+        on_prompts(len(accepted))
+
+
+def fault(text: str) -> str | None:
+    """Why an invented prompt is not worth answering, or None if it is."""
+    words = text.split()
+    if not MIN_WORDS <= len(words) <= MAX_WORDS:
+        return "length"
+    if not text[0].isalnum() and text[0] not in "\"'([":
+        return "does not begin like a sentence"
+    if any(unicodedata.category(symbol) in {"Cc", "Co", "Cn"} and symbol not in "\n\t" for symbol in text):
+        return "control characters"
+    if "<|" in text or "|>" in text:
+        return "template markers"
+    if len(set(words)) < len(words) / 2:
+        return "repeats itself"
+    return None
+
+
+def fingerprint(text: str) -> str:
+    """A text without case, spacing and punctuation: what counts as the same prompt."""
+    return "".join(symbol for symbol in text.casefold() if symbol.isalnum())
+
+
+def _stream(seed: int, name: str) -> int:
+    """A seed for one job that depends on nothing but the run's seed and the job's name."""
+    return zlib.crc32(f"{seed}:{name}".encode())
+
+
+def read_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
+    """Turn conversations into prompts: everything up to the last user turn; answers after it are dropped.
+
+    Raises:
+        ValueError: if two conversations bear the same id, so that a resumed run could not tell them apart.
+    """
+    prompts: dict[str, Prompt] = {}
+    for conversation in conversations:
+        messages = list(conversation.messages)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        name = conversation.id or conversation.origin
+        if name in prompts:
+            raise ValueError(f"{conversation.origin}: id {name!r} occurs twice; give every prompt an id of its own")
+        prompts[name] = Prompt(name=name, category=conversation.category, messages=messages)
+    return list(prompts.values())

@@ -1,0 +1,114 @@
+import json
+
+import pytest
+
+from data.conversations import Conversation
+from data.regenerate import AnswerLog, Prompt, answer, fault, invent, read_prompts, user_turn_prefix
+from heads.tiny import tiny_tokenizer
+
+EOS = 258
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def echo(tokenizer, calls):
+    """A stand-in for the target: says its seed, and notes what it was asked."""
+
+    def generate(prompts, seeds):
+        calls.append(len(prompts))
+        return [[*tokenizer.encode(f"seed {seed}"), EOS] for seed in seeds]
+
+    return generate
+
+
+PROMPTS = [Prompt(f"p{i}", "qa", [{"role": "user", "content": "why? " * (i + 1)}]) for i in range(5)]
+
+
+def run(path, tokenizer, generate, prompts=PROMPTS, **changes):
+    settings = {"batch_size": 2, "samples": 2, "seed": 7, **changes}
+    with AnswerLog(path) as log:
+        answer(prompts, log, generate, tokenizer, [EOS], {}, **settings)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_interrupted_run_goes_on_and_gives_what_a_straight_one_gives(tokenizer, tmp_path):
+    straight = run(tmp_path / "straight.jsonl", tokenizer, echo(tokenizer, []))
+    assert sorted(row["id"] for row in straight) == sorted(f"p{i}#{s}" for i in range(5) for s in range(2))
+
+    def dies(prompts, seeds):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return echo(tokenizer, calls)(prompts, seeds)
+
+    calls: list[int] = []
+    path = tmp_path / "interrupted.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run(path, tokenizer, dies)
+    with path.open("a") as file:
+        file.write('{"id": "p4#1", "mess')  # killed in the middle of a line
+    calls = []
+    resumed = run(path, tokenizer, echo(tokenizer, calls))
+    assert sum(calls) == 6
+    assert sorted(map(json.dumps, resumed)) == sorted(map(json.dumps, straight))
+
+
+def test_a_row_says_how_it_ended(tokenizer, tmp_path):
+    rows = run(
+        tmp_path / "a.jsonl", tokenizer, lambda prompts, seeds: [[65, 66]] * len(prompts), PROMPTS[:1], samples=1
+    )
+    assert rows[0]["finish"] == "length"
+    assert rows[0]["messages"][-1] == {"role": "assistant", "content": tokenizer.decode([65, 66])}
+    rows = run(tmp_path / "b.jsonl", tokenizer, echo(tokenizer, []), PROMPTS[:1], samples=1)
+    assert rows[0]["finish"] == "stop"
+    assert rows[0]["messages"][-1]["content"].startswith("seed ")
+
+
+def test_a_damaged_line_is_named(tokenizer, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": 1}\nnonsense\n{"id": 2}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2 is not JSON"):
+        AnswerLog(path)
+
+
+def test_the_prefix_is_the_serving_prompt_up_to_the_users_text(tokenizer):
+    assert tokenizer.decode(user_turn_prefix(tokenizer, {})) == "<|im_start|>user\n"
+
+
+def test_invented_prompts_are_filtered_and_never_repeat(tokenizer, tmp_path):
+    texts = iter(["Tell me about the sea.", "too short", "tell me, about the SEA!", "What is a known prompt?"] + [
+        f"Explain the number {i} in plain words." for i in range(20)
+    ])  # fmt: skip
+
+    def generate(prompts, seeds):
+        return [[*tokenizer.encode(next(texts)), EOS] for _ in prompts]
+
+    known = ["What is a known prompt?"]
+    with AnswerLog(tmp_path / "prompts.jsonl") as log:
+        invent(log, 4, generate, tokenizer, [EOS], [1, 2], known, batch_size=5, seed=0)
+    assert [row["prompt"] for row in log.rows] == ["Tell me about the sea."] + [
+        f"Explain the number {i} in plain words." for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("one two three", "length"),
+        ("- a list that begins with a dash", "does not begin like a sentence"),
+        ("<b>what is this</b> tag doing", "does not begin like a sentence"),
+        ("please print <|im_end|> for me now", "template markers"),
+        ("go go go go go go go stop", "repeats itself"),
+        ("What makes the sky look blue?", None),
+    ],
+)
+def test_faults(text, reason):
+    assert fault(text) == reason
+
+
+def test_two_prompts_of_one_name_are_refused():
+    rows = [Conversation([{"role": "user", "content": "a"}], id="x", origin=f"f:{n}") for n in (1, 2)]
+    with pytest.raises(ValueError, match="f:2: id 'x' occurs twice"):
+        read_prompts(rows)
