@@ -1,0 +1,117 @@
+"""Plain batched decoding: how the target answers many prompts at once (regeneration, not measurement).
+
+Prompts are padded on the left so that all sequences grow at the same slot; positions count real tokens only. Every
+sequence draws from its own seeded stream, so its randomness does not depend on its neighbours in the batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eval.sampling import SamplingConfig, probabilities
+from heads.cache import TreeCache
+from heads.masks import additive
+from heads.target import Target
+
+# Shapes: B sequences still running, S slots of the cache, P prompt slots, V vocabulary
+
+# Dropping finished sequences copies the cache: worth it once a quarter of the batch only fills space.
+COMPACT_BELOW = 0.75
+
+
+@dataclass
+class _Sequence:
+    index: int
+    stream: torch.Generator
+    tokens: list[int]
+
+
+@torch.inference_mode()
+def generate_batch(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    max_new_tokens: int,
+    seeds: Sequence[int],
+    on_tokens: Callable[[int], None] = lambda count: None,
+) -> list[list[int]]:
+    """Continue each prompt until an end-of-text id (kept) or `max_new_tokens`; `seeds` has one number per prompt.
+
+    Raises:
+        ValueError: if a prompt leaves no room for `max_new_tokens` in the target's context.
+    """
+    longest = max(len(prompt) for prompt in prompts)
+    if longest + max_new_tokens > target.max_context:
+        raise ValueError(
+            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the target's context of "
+            f"{target.max_context}; shorten one of them"
+        )
+    if any(window is not None for window in target.windows.values()):
+        raise ValueError("batched generation handles full attention only; use a target without sliding windows")
+    running = [_Sequence(i, torch.Generator().manual_seed(seed), []) for i, seed in enumerate(seeds)]
+    answers: list[list[int]] = [[] for _ in prompts]
+    cache = target.new_cache(longest + max_new_tokens)
+    ids_BP, visible_BS = _left_pad(prompts, longest, max_new_tokens, target.device)
+    lengths_B = visible_BS[:, :longest].sum(1)
+    hidden_BD = _forward(target, ids_BP, visible_BS, (visible_BS[:, :longest].cumsum(1) - 1).clamp_min(0), cache)
+    for step in range(max_new_tokens):
+        tokens = _draw(target.logits(hidden_BD), sampling, [sequence.stream for sequence in running])
+        on_tokens(len(tokens))
+        for sequence, token in zip(running, tokens, strict=True):
+            sequence.tokens.append(token)
+            answers[sequence.index] = sequence.tokens
+        alive = [i for i, token in enumerate(tokens) if token not in target.eos_ids]
+        if not alive or step == max_new_tokens - 1:
+            break
+        if len(alive) < len(running) * COMPACT_BELOW or len(alive) == len(running):
+            rows_B = torch.tensor(alive, device=target.device)
+            if len(alive) < len(running):
+                cache.select(rows_B)
+                visible_BS, lengths_B = visible_BS[rows_B], lengths_B[rows_B]
+                running, tokens = [running[i] for i in alive], [tokens[i] for i in alive]
+        ids_B1 = torch.tensor(tokens, device=target.device)[:, None]
+        hidden_BD = _forward(target, ids_B1, visible_BS, (lengths_B + step)[:, None], cache)
+    return [_until_end(answer, target.eos_ids) for answer in answers]
+
+
+def _left_pad(prompts, longest: int, extra: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    ids_BP = torch.zeros(len(prompts), longest, dtype=torch.long)
+    visible_BS = torch.ones(len(prompts), longest + extra, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        ids_BP[row, longest - len(prompt) :] = torch.tensor(prompt)
+        visible_BS[row, : longest - len(prompt)] = False
+    return ids_BP.to(device), visible_BS.to(device)
+
+
+def _forward(target: Target, ids_BT: Tensor, visible_BS: Tensor, positions_BT: Tensor, cache: TreeCache) -> Tensor:
+    """Run T new slots and return the features [B, D] of the last one."""
+    start, T = cache.length, ids_BT.shape[1]
+    end = start + T
+    causal_TS = torch.arange(end, device=ids_BT.device) <= torch.arange(start, end, device=ids_BT.device)[:, None]
+    # A padded query would see nothing at all: let it see itself, so that its softmax stays finite.
+    own_TS = torch.arange(end, device=ids_BT.device) == torch.arange(start, end, device=ids_BT.device)[:, None]
+    mask = additive((causal_TS & visible_BS[:, None, :end]) | own_TS, target.dtype)[:, None]
+    output = target.decoder(
+        input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, cache=cache, use_cache=True
+    )
+    cache.advance(T)
+    return output.last_hidden_state[:, -1]
+
+
+def _draw(logits_BV: Tensor, sampling: SamplingConfig, streams: list[torch.Generator]) -> list[int]:
+    if sampling.temperature == 0:
+        return logits_BV.argmax(-1).tolist()
+    mass_BV = probabilities(logits_BV, sampling).double().cumsum(-1)
+    uniform_B = torch.cat([torch.rand(1, generator=stream, dtype=torch.float64) for stream in streams])
+    points_B = uniform_B.to(mass_BV.device) * mass_BV[:, -1]
+    return torch.searchsorted(mass_BV, points_B[:, None], right=True).squeeze(1).tolist()
+
+
+def _until_end(tokens: list[int], eos_ids: Sequence[int]) -> list[int]:
+    """Cut behind the first end-of-text id: a finished sequence may have idled on in the batch."""
+    for position, token in enumerate(tokens):
+        if token in eos_ids:
+            return tokens[: position + 1]
+    return tokens

@@ -1,0 +1,65 @@
+"""What one step costs on this machine: plain step, verify by number of tokens, draft step."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from eval.decode import clock_for
+from heads.medusa import MedusaHeads
+from heads.target import FINAL_NORM, Target
+
+SIZES = (2, 4, 8, 16, 32)
+PLAIN, DRAFT = "plain", "draft"
+
+
+@torch.inference_mode()
+def measure_costs(
+    target: Target, heads: MedusaHeads, sizes: Sequence[int] = SIZES, context: int = 256, rounds: int = 5
+) -> dict[str, float]:
+    """Median milliseconds {"plain", "verify 8" ..., "draft"} at `context` cached tokens, batch 1.
+
+    All kinds of step take turns in every round, so that a slow moment of the machine falls on all of them alike.
+    A verify of one token is the plain step without its host synchronisation; LM head and argmax are included.
+    """
+    cache = target.new_cache(context + max(sizes))
+    prompt = torch.arange(context, device=target.device) % target.vocab_size
+    hidden_D = target.prefill(prompt[None], cache)[FINAL_NORM][0, -1]
+
+    def verify(size: int) -> Callable[[], object]:
+        tokens_N = prompt[:size]
+        ancestors_NN = torch.ones(size, size, dtype=torch.bool, device=target.device).tril()
+        depths_N = torch.arange(size, device=target.device)
+        return lambda: target.logits(target.forward(tokens_N, ancestors_NN, depths_N, cache)[FINAL_NORM][0]).argmax(-1)
+
+    steps: dict[str, Callable[[], object]] = {PLAIN: verify(1)}
+    steps.update({f"verify {size}": verify(size) for size in sizes})
+    steps[DRAFT] = lambda: heads.draft_logits(hidden_D).topk(min(4, len(heads.d2t))).indices
+    clock = clock_for(target.device)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 1):
+        for name, step in steps.items():
+            started = clock()
+            step()
+            times[name].append(1000 * (clock() - started))
+    return {name: median(values[1:]) for name, values in times.items()}  # the first round warms up
+
+
+def relative_costs(costs: dict[str, float]) -> tuple[dict[int, float], float]:
+    """Split into the verify cost by number of tokens and the draft cost, in plain steps."""
+    verify = {int(name.split()[1]): cost / costs[PLAIN] for name, cost in costs.items() if name.startswith("verify")}
+    return {1: 1.0, **verify}, costs[DRAFT] / costs[PLAIN]
+
+
+def interpolated(verify: dict[int, float], size: int) -> float:
+    """The verify cost at `size` tokens, linear between the measured sizes.
+
+    Raises:
+        ValueError: beyond the largest measured size.
+    """
+    if size in verify:
+        return verify[size]
+    below, above = max((n for n in verify if n < size), default=0), min((n for n in verify if n > size), default=0)
+    if not above:
+        raise ValueError(f"no verify cost above {max(verify)} tokens was measured; the tree has {size}")
+    return verify[below] + (verify[above] - verify[below]) * (size - below) / (above - below)

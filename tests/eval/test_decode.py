@@ -1,0 +1,165 @@
+"""The promise: whatever the heads, the tree and the stop condition, greedy decoding emits plain greedy's tokens."""
+
+import random
+
+import pytest
+import torch
+
+from eval.decode import (
+    AcceptanceConfig,
+    cache_capacity,
+    plain_generate,
+    speculative_generate,
+)
+from eval.drafters import Draft, MedusaDrafter
+from eval.sampling import SamplingConfig, TorchCoin, probabilities
+from eval.stopping import StopConditions
+from eval.tree import Tree
+from heads.tiny import FAMILIES
+
+GREEDY = AcceptanceConfig()
+
+
+class Oracle:
+    """Drafts what plain greedy will emit (or, `right=False`, something else): its acceptance is known beforehand."""
+
+    taps = ("final_norm",)
+
+    def __init__(self, continuation: list[int], depth: int, right: bool = True):
+        self.tree = Tree.chain(depth)
+        self.continuation, self.right = continuation, right
+        self.emitted = 1
+
+    def reset(self, features):
+        self.emitted = 1
+
+    def observe(self, features, path_P):
+        self.emitted += len(path_P)
+
+    def propose(self, root, max_depth):
+        tree = self.tree.pruned(min(max_depth, self.tree.depth))
+        coming = (self.continuation + [0] * tree.depth)[self.emitted : self.emitted + tree.depth]
+        tokens = coming if self.right else [(token + 1) % 320 for token in coming]
+        return Draft(tree, torch.tensor([int(root), *tokens]))
+
+
+def plain(target, prompt, conditions):
+    cache = target.new_cache(cache_capacity(len(prompt), conditions, 1))
+    return plain_generate(target, prompt, conditions, SamplingConfig(), cache)
+
+
+def speculative(target, drafter, prompt, conditions, acceptance=GREEDY, coin=None):
+    cache = target.new_cache(cache_capacity(len(prompt), conditions, drafter.tree.size))
+    return speculative_generate(target, drafter, prompt, conditions, acceptance, cache, coin)
+
+
+def random_tree(rng: random.Random, depth: int, top_k: int) -> Tree:
+    nodes: set[tuple[int, ...]] = set()
+    for _ in range(rng.randint(1, 12)):
+        parent = rng.choice([(), *nodes])
+        if len(parent) < depth:
+            nodes.add((*parent, rng.randrange(top_k)))
+    return Tree.from_choices(sorted(nodes))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_plain_greedy(family, tiny_target, random_heads):
+    target = tiny_target(family)
+    rng = random.Random(family)
+    accepted = 0
+    for case in range(30):
+        heads = random_heads(target, seed=case, noise=rng.choice([0.0, 0.02, 0.3]), num_heads=3)
+        drafter = MedusaDrafter(heads, random_tree(rng, 3, 6))
+        prompt = [rng.randrange(256) for _ in range(rng.choice([1, 5, 14, 30]))]
+        free = plain(target, prompt, StopConditions(max_new_tokens=40)).tokens
+        middle = rng.randrange(1, 39)
+        text = target.tokenizer.decode(free[middle : middle + 2])
+        conditions = rng.choice([
+            StopConditions(max_new_tokens=rng.choice([1, 2, 3, 5, 7, 40])),
+            StopConditions(max_new_tokens=40, eos_ids=(free[middle],)),
+            StopConditions(max_new_tokens=40, eos_ids=(free[middle], free[middle // 2])),
+            StopConditions(max_new_tokens=40, stop_strings=(text,) if text else ()),
+            StopConditions(max_new_tokens=40, max_context=len(prompt) + rng.randint(1, 20)),
+        ])  # fmt: skip
+        expected = plain(target, prompt, conditions)
+        found = speculative(target, drafter, prompt, conditions)
+        assert found.tokens == expected.tokens
+        assert found.reason == expected.reason
+        assert sum(cycle.emitted for cycle in found.cycles) == len(found.tokens) - 1 == found.timing.tokens
+        accepted += sum(cycle.accepted for cycle in found.cycles)
+    assert accepted > 0, "no draft was ever accepted: the test would not see a wrong commit"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_greedy_equals_transformers_generate(family, tiny_target):
+    target = tiny_target(family)
+    for seed in range(3):
+        prompt = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(seed))
+        reference = target.model.generate(
+            prompt, max_new_tokens=30, do_sample=False, eos_token_id=7, attention_mask=torch.ones_like(prompt)
+        )
+        found = plain(target, prompt[0].tolist(), StopConditions(max_new_tokens=30, eos_ids=(7,)))
+        assert found.tokens == reference[0, 9:].tolist()
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_an_oracle_reaches_depth_plus_one_and_a_liar_one(depth, tiny_target):
+    target = tiny_target()
+    prompt, conditions = [1, 2, 3], StopConditions(max_new_tokens=31)
+    expected = plain(target, prompt, conditions).tokens
+    right = speculative(target, Oracle(expected, depth), prompt, conditions)
+    wrong = speculative(target, Oracle(expected, depth, right=False), prompt, conditions)
+    assert right.tokens == wrong.tokens == expected
+    assert len(right.cycles) == -(-30 // (depth + 1))
+    assert len(wrong.cycles) == 30
+    assert not any(cycle.accepted for cycle in wrong.cycles)
+
+
+def test_a_prompt_longer_than_the_context_is_refused(tiny_target, random_heads):
+    target = tiny_target()
+    conditions = StopConditions(max_new_tokens=4, max_context=8)
+    with pytest.raises(ValueError, match="the prompt has 9 tokens but the context holds 8"):
+        plain(target, list(range(9)), conditions)
+
+
+def test_a_tree_deeper_than_the_heads_is_refused(tiny_target, random_heads):
+    heads = random_heads(tiny_target(), num_heads=2)
+    with pytest.raises(ValueError, match=r"tree node \[0,0,0\] is at depth 3 but the heads draft 2"):
+        MedusaDrafter(heads, Tree.chain(3))
+
+
+@pytest.mark.parametrize("drafts", ["top", "sampled"])
+def test_sampling_keeps_the_law_of_the_second_and_third_token(drafts, tiny_target, random_heads):
+    """The law of (x2, x3) from many seeded runs against exact probabilities: the residual and the bonus path."""
+    target = tiny_target()
+    sampling = SamplingConfig(temperature=1.5, top_k=3)
+    acceptance = AcceptanceConfig(rule="sampling", sampling=sampling, drafts=drafts)
+    heads = random_heads(target, noise=0.05, num_heads=2)
+    prompt, conditions, runs = [5, 6, 7], StopConditions(max_new_tokens=3), 1500
+    counts: dict[tuple[int, ...], int] = {}
+    coin = TorchCoin(torch.Generator().manual_seed(1))
+    drafter = MedusaDrafter(
+        heads, Tree.from_choices([[0], [1], [0, 0], [1, 0]]), sampling if drafts == "sampled" else None, coin
+    )
+    for _ in range(runs):
+        tokens = speculative(target, drafter, prompt, conditions, acceptance, coin).tokens
+        counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
+    law = exact_law(target, prompt, sampling, 3)
+    assert set(counts) <= set(law)
+    statistic = sum((counts.get(key, 0) - runs * p) ** 2 / (runs * p) for key, p in law.items())
+    degrees = len(law) - 1
+    assert statistic < degrees + 4 * (2 * degrees) ** 0.5  # four standard deviations of chi-squared
+
+
+def exact_law(target, prompt, sampling, length):
+    law = {(): 1.0}
+    for _ in range(length):
+        grown = {}
+        for path, mass in law.items():
+            ids = torch.tensor([[*prompt, *path]])
+            with torch.inference_mode():
+                probs = probabilities(target.model(ids, use_cache=False).logits[0, -1], sampling)
+            for token in probs.nonzero().flatten().tolist():
+                grown[(*path, token)] = mass * probs[token].item()
+        law = grown
+    return law
