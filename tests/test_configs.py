@@ -1,0 +1,53 @@
+"""Every YAML in conf/ composes into its checked dataclass."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from train.config import TrainConfig, from_hydra
+
+CONF = Path(__file__).parents[1] / "conf"
+SOURCES = ("data.train=[a.jsonl]", "data.heldout=[b.jsonl]")
+GROUPS = ("model", "heads", "data", "trainer", "experiment")
+
+
+def compose_train(*overrides: str) -> TrainConfig:
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return from_hydra(compose("train", overrides=[*overrides]))
+
+
+def choices() -> list[str]:
+    return [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("choice", choices())
+def test_every_choice_composes(choice):
+    config = compose_train(choice, *SOURCES)
+    group, name = choice.split("=")
+    if group == "model":
+        assert config.model.name == name
+    if group == "heads":
+        assert config.kind in name
+
+
+def test_the_default_run_needs_no_argument():
+    config = compose_train()
+    assert config.run_name == f"medusa-{config.model.name}"
+    assert config.output_dir == f"outputs/{config.run_name}"
+    assert config.data.train == ["data/demo/train.jsonl.gz"]
+
+
+def test_every_experiment_says_how_to_run_it():
+    for path in (CONF / "experiment").glob("*.yaml"):
+        text = path.read_text()
+        assert text.startswith("# @package _global_\n# "), path
+        assert f"experiment={path.stem}" in text, path
+
+
+def test_launch_settings_leave_precision_to_the_trainer():
+    for path in (CONF / "accelerate").glob("*.yaml"):
+        settings = OmegaConf.load(path)
+        assert settings.mixed_precision == "no", path
+        assert "accelerate launch" in path.read_text(), path

@@ -1,0 +1,120 @@
+"""What a training run is told: one dataclass on top of those of the target, the heads and the data."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, make_dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from data.shards import DataConfig
+from eval.config import from_hydra as convert
+from heads import HEADS
+from heads.target import TargetConfig
+
+PRECISIONS = ("auto", "float32", "bfloat16")
+TRACKERS = ("wandb", "tensorboard", "none")
+RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("steps batch_size micro_batch_size log_every keep_last eval_tokens", lambda v: v >= 1, "at least 1"),
+    ("eval_every save_every eval_prompts weight_decay", lambda v: v >= 0, "at least 0; 0 is for none"),
+    ("epochs max_seconds lr clip_norm", lambda v: v > 0, "above 0"),
+    ("warmup_ratio min_lr_ratio", lambda v: 0 <= v <= 1, "in [0, 1]; it is a share"),
+    ("beta1 beta2", lambda v: 0 <= v < 1, "in [0, 1); 0.9 and 0.95 are customary"),
+)
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """`conf/trainer/`. A step is one update of the optimiser, over `batch_size` rows of all processes.
+
+    steps: None takes them from `epochs`.
+    max_seconds: a time budget for the loop (a resumed run counts the seconds before). The learning rate follows
+        whichever is further, the share of the steps or of the seconds, so that the run ends annealed; the last
+        measurement and save come on top. Such a run is not repeatable to the bit.
+    precision: what heads compute in; their masters and the optimiser are float32 always. "auto" is the dtype of
+        the target, in which they will be served.
+    eval_every, save_every: in steps; 0 is only at the end. A measured step is saved too.
+    keep_last: whole checkpoints kept beside the best.
+    eval_prompts, eval_tokens: held-out prompts, and new tokens for each, that tau is measured on; 0: never.
+    """
+
+    steps: int | None = None
+    epochs: float = 1.0
+    max_seconds: float | None = None
+    batch_size: int = 16
+    micro_batch_size: int = 2
+    lr: float = 1e-3
+    warmup_ratio: float = 0.05
+    min_lr_ratio: float = 0.0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip_norm: float = 1.0
+    precision: str = "auto"
+    log_every: int = 10
+    eval_every: int = 0
+    save_every: int = 500
+    keep_last: int = 2
+    eval_prompts: int = 16
+    eval_tokens: int = 128
+    tracker: str = "wandb"
+
+    def __post_init__(self):
+        for names, fits, rule in RANGES:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not fits(value):
+                    raise ValueError(f"trainer.{name}={value} must be {rule}")
+        for name, choices in (("precision", PRECISIONS), ("tracker", TRACKERS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"trainer.{name}={getattr(self, name)} must be one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """`conf/train.yaml`. `heads` is the config of one family; `kind` names the family."""
+
+    model: TargetConfig
+    heads: Any
+    data: DataConfig
+    run_name: str
+    output_dir: str
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    seed: int = 0
+    resume: bool = False
+
+    def __post_init__(self):
+        if not self.run_name or "/" in self.run_name:
+            raise ValueError(f"run_name={self.run_name!r} must be a name without '/'; it becomes a folder")
+        if self.trainer.eval_prompts and not self.data.heldout:
+            raise ValueError(
+                "data.heldout=[] must name prompts to measure tau on; give a source, or set trainer.eval_prompts=0"
+            )
+
+    @property
+    def kind(self) -> str:
+        """The name of the heads' family in `heads.HEADS`."""
+        return next(kind for kind, family in HEADS.items() if family.config_class is type(self.heads))
+
+    def resolved(self) -> dict[str, Any]:
+        """Everything as plain values, in the shape of the YAML that makes this config."""
+        values = asdict(self)
+        return {**values, "heads": {"kind": self.kind, **values["heads"]}}
+
+
+def from_hydra(composed: DictConfig | dict[str, Any]) -> TrainConfig:
+    """Turn the composed YAML into a checked TrainConfig; the rest of the program never sees OmegaConf.
+
+    Raises:
+        ValueError: naming an unknown kind or key, a missing value, a wrong type or a value out of range.
+    """
+    values = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
+    assert isinstance(values, dict)
+    heads = values.get("heads")
+    if not isinstance(heads, dict):
+        raise ValueError(f"heads={heads} must be a group of settings with a kind; see conf/heads/")
+    if heads.get("kind") not in HEADS:
+        raise ValueError(f"heads.kind={heads.get('kind')} must be one of {', '.join(HEADS)}; choose with heads=<name>")
+    family = HEADS[heads.pop("kind")].config_class
+    # The family decides the type of `heads`, so that its keys are checked like all others and named in full.
+    schema = make_dataclass("TrainConfig", [("heads", family)], bases=(TrainConfig,), frozen=True)
+    return convert(schema, OmegaConf.create(values))

@@ -1,0 +1,55 @@
+"""The loop that fits heads: step, log, measure, save."""
+
+import time
+from pathlib import Path
+
+import torch
+
+from train.config import TrainConfig
+from train.optimizer import set_learning_rate
+from train.run import start_run
+from train.step import accumulate_gradients, check_finite, check_synchronised, seed_step
+
+# Shapes: S statistics (heads.objectives.Statistics), K heads
+
+
+def train(config: TrainConfig) -> Path:
+    """Fit heads and return the directory of the best ones, `<output_dir>/heads`.
+
+    Raises:
+        ValueError: for a setting, a source or a run directory that cannot be used.
+        FloatingPointError: if a loss or its gradient is not finite; nothing is saved after it.
+        SaveError: if a checkpoint cannot be written.
+    """
+    run, trainer = start_run(config), config.trainer
+    with run.display:
+        for step in run.loader.steps(run.done):
+            fraction = run.fraction(step.number)
+            if fraction >= 1:
+                break
+            began = time.monotonic()
+            seed_step(config.seed, step.number, run.accelerator.process_index)
+            loss, statistics_SK = accumulate_gradients(
+                step, run.target, run.heads, run.model, run.accelerator, run.dtype
+            )
+            norm = torch.nn.utils.clip_grad_norm_(run.trainable.values(), trainer.clip_norm)
+            check_finite(loss, norm.item(), step, run.loader.step_rows(step.number), run.saved)
+            check_synchronised(norm, run.accelerator)
+            rate = set_learning_rate(run.optimizer, fraction, trainer)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            seconds = time.monotonic() - began
+            run.count(loss, norm.item(), statistics_SK, step.whole.num_supervised, seconds)
+            run.display.advance(run.done, fraction)
+
+            if _is_due(run.done, trainer.log_every):
+                run.log_window(rate)
+            if _is_due(run.done, trainer.eval_every):
+                run.measure()
+            if run.tau is not None or _is_due(run.done, trainer.save_every):
+                run.save()
+        return run.finish()
+
+
+def _is_due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0

@@ -1,0 +1,180 @@
+"""Everything that one training run holds, and what it does beside learning: log, measure, save."""
+
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from data.batches import BatchLoader
+from eval.benchmark import measure_tau
+from eval.prompts import EvalPrompt
+from heads.identity import TargetIdentity, identify
+from heads.layout import load_heads
+from heads.medusa import MedusaHeads
+from heads.target import Target
+from train import checkpoint, start
+from train.checkpoint import RunState
+from train.config import TrainConfig, TrainerConfig
+from train.display import Display
+from train.metrics import Window, memory_gb
+from train.optimizer import (
+    Clock,
+    build_optimizer,
+    optimizer_tensors,
+    restore_optimizer,
+    trainable_parameters,
+)
+from train.provenance import open_directory, record
+from train.tracking import Tracking
+
+# Shapes: S statistics (heads.objectives.Statistics), K heads
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """One run in one process. `model` is `heads` as Accelerate wraps it, for gradients alone."""
+
+    trainer: TrainerConfig
+    accelerator: Accelerator
+    directory: Path
+    target: Target
+    identity: TargetIdentity
+    prompts: list[EvalPrompt]
+    loader: BatchLoader
+    heads: MedusaHeads
+    model: nn.Module
+    dtype: torch.dtype
+    trainable: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    tracking: Tracking
+    display: Display
+    clock: Clock
+    fixed: dict[str, Any]
+    window: Window
+    done: int  # steps
+    saved: int  # the step of the last checkpoint, -1 before the first
+    tau: float | None  # measured after step `done`, None if it was not
+
+    @property
+    def root(self) -> Path:
+        return self.directory / "checkpoints"
+
+    def fraction(self, step: int) -> float:
+        """How much of the run is done in the middle of `step`, the same in all processes: 1 or more ends it."""
+        timed = self.clock.max_seconds is not None
+        return self.clock.fraction(step, start.from_main(self.clock.seconds, self.accelerator) if timed else 0.0)
+
+    def count(self, loss: float, grad_norm: float, statistics_SK: Tensor, tokens: int, seconds: float) -> None:
+        """Count one step done, on `tokens` supervised tokens in `seconds`."""
+        self.window.add(loss, grad_norm, statistics_SK, tokens, seconds)
+        self.done, self.tau = self.done + 1, None
+
+    def log_window(self, rate: float) -> None:
+        """Log the steps since the last time; `rate` is the latest learning rate."""
+        self._log({**self.window.metrics(), "train/lr": rate, "train/memory_gb": memory_gb()})
+        self.window = Window.empty(self.heads.depth)
+
+    def measure(self) -> None:
+        """Measure tau by decoding held-out prompts; the other processes wait for it."""
+        if not self.prompts:
+            return
+        tau = 0.0
+        if self.accelerator.is_main_process:
+            tau, alphas = measure_tau(self.target, self.heads, self.prompts, self.trainer.eval_tokens)
+            self._log({"eval/tau": tau, **{f"eval/alpha_{k}": alpha for k, alpha in enumerate(alphas, 1)}})
+        self.tau = start.from_main(tau, self.accelerator)
+
+    def save(self) -> None:
+        """Save all that the rest of the run depends on; the other processes wait."""
+        if self.accelerator.is_main_process:
+            state = RunState(self.done, self.clock.seconds, self.tau, self.window.to_json(), self.fixed)
+            moments = optimizer_tensors(self.optimizer, self.trainable)
+            checkpoint.save(self.root, self.heads, moments, state, self.identity)
+            checkpoint.prune(self.root, self.trainer.keep_last)
+        self.saved = self.done
+        self.accelerator.wait_for_everyone()
+
+    def finish(self) -> Path:
+        """Measure and save what is not yet, hand out the best heads; returns their directory."""
+        self.display.advance(self.done, 1.0)
+        if self.saved != self.done or (self.prompts and self.tau is None):
+            self.measure()
+            self.save()
+        handed_out = self.directory / "heads"
+        if self.accelerator.is_main_process:
+            best = checkpoint.best(self.root)
+            assert best is not None
+            checkpoint.copy_heads(best, handed_out)
+            logger.info("%s: %s, tau %s", handed_out, best.name, checkpoint.read_state(best).tau)
+        # DDP goes before the process group: a reducer that frees a gloo group holds the GIL that gloo's threads need.
+        self.model = self.heads
+        self.accelerator.free_memory()
+        self.tracking.close()
+        return handed_out
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        self.tracking.log(metrics, self.done)
+        self.display.show(self.done, metrics)
+
+
+def start_run(config: TrainConfig) -> Run:
+    """Load everything, from the last whole checkpoint if the run is resumed.
+
+    Raises:
+        ValueError: for a setting, a source or a run directory that cannot be used.
+    """
+    accelerator = start.join_processes(config)
+    directory = open_directory(config, accelerator)
+    target = start.load_frozen_target(config, accelerator)
+    prepared = start.load_data(config, target, accelerator)
+    loader = start.build_loader(config, target, prepared, accelerator)
+    num_steps = start.count_steps(config, loader)
+    fixed = start.fixed_settings(config, prepared)
+
+    resumed = start.newest_checkpoint(directory / "checkpoints", accelerator) if config.resume else None
+    if resumed is None:
+        heads = start.build_heads(config, target, prepared)
+        state = RunState(0, 0.0, None, Window.empty(heads.depth).to_json(), fixed)
+    else:
+        state = checkpoint.read_state(resumed)
+        checkpoint.check_fixed(state.fixed, fixed)
+        heads = load_heads(resumed, target)
+    trainable = trainable_parameters(heads, target)
+    optimizer = build_optimizer(trainable, config.trainer)
+    if resumed is not None:
+        restore_optimizer(optimizer, trainable, load_file(resumed / checkpoint.OPTIMIZER_FILE))
+
+    identity, run_id = identify(target), ""
+    if accelerator.is_main_process:
+        facts = {"from_step": state.step, "data_digest": prepared.digest, "target": asdict(identity)}
+        run_id = record(config, directory, {**facts, **heads.describe()})
+    logger.info("%s: %d steps of %d rows, %d an epoch", directory, num_steps, loader.batch_size, loader.steps_per_epoch)
+    return Run(
+        trainer=config.trainer,
+        accelerator=accelerator,
+        directory=directory,
+        target=target,
+        identity=identity,
+        prompts=start.load_probes(config, target),
+        loader=loader,
+        heads=heads,
+        model=accelerator.prepare(heads),
+        dtype=start.compute_dtype(config.trainer.precision, target),
+        trainable=trainable,
+        optimizer=optimizer,
+        tracking=Tracking(accelerator, config, directory, run_id, state.step),
+        display=Display(num_steps, accelerator.is_main_process),
+        clock=Clock(num_steps, config.trainer.max_seconds, state.seconds),
+        fixed=fixed,
+        window=Window.from_json(state.window),
+        done=state.step,
+        saved=-1 if resumed is None else state.step,
+        tau=state.tau,
+    )

@@ -1,0 +1,158 @@
+"""What a run needs before its first step: processes, data, prompts, heads."""
+
+import logging
+import math
+import os
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, broadcast
+
+from data.batches import BatchLoader
+from data.prepared import PreparedData
+from data.shards import prepare
+from eval.prompts import EvalPrompt, load_prompts
+from heads import HEADS, vocabulary
+from heads.medusa import MedusaHeads
+from heads.target import DTYPES, Target, load_target, preferred_dtype
+from train import checkpoint
+from train.config import TrainConfig
+
+logger = logging.getLogger(__name__)
+
+# While the main process measures tau, the others wait in a collective operation.
+PATIENCE = timedelta(hours=2)
+
+
+def join_processes(config: TrainConfig) -> Accelerator:
+    """Join the processes of the launch.
+
+    Raises:
+        ValueError: if the launcher's processes would train apart, or by a method that is not supported.
+    """
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+        if os.environ.get(name, "false").lower() == "true":
+            raise ValueError(f"{name}=true is not supported; launch with conf/accelerate/ddp.yaml")
+    tracker = config.trainer.tracker
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="no",  # heads choose their compute dtype themselves, over float32 masters
+        log_with=None if tracker == "none" else tracker,
+        project_dir=config.output_dir,
+        kwargs_handlers=[
+            # The buffers are the target's own rows: equal everywhere, and too large to send at each step.
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=PATIENCE),
+        ],
+    )
+    expected = int(os.environ.get("WORLD_SIZE", "1"))
+    single = accelerator.distributed_type == DistributedType.NO
+    if accelerator.num_processes != expected or single != (expected == 1):
+        raise ValueError(
+            f"WORLD_SIZE={expected}, but accelerate runs {accelerator.num_processes} process(es) as "
+            f"{accelerator.distributed_type}: they would not share gradients; start with `accelerate launch "
+            f"--multi_gpu --num_processes {expected} train/train_heads.py`"
+        )
+    if expected > 1 and config.model.device_map is not None:
+        raise ValueError(
+            f"model.device_map={config.model.device_map} spreads one target over all GPUs, which {expected} "
+            "processes would each do; start one process, or set model.device_map=null"
+        )
+    return accelerator
+
+
+def load_frozen_target(config: TrainConfig, accelerator: Accelerator) -> Target:
+    """Load the target whose chat template gets the data's options on top of the model's, for tau's prompts too."""
+    template_kwargs = {**config.model.template_kwargs, **config.data.template_kwargs}
+    return load_target(replace(config.model, template_kwargs=template_kwargs), accelerator.device)
+
+
+def load_data(config: TrainConfig, target: Target, accelerator: Accelerator) -> PreparedData:
+    """The training split; the first process of each node renders it, the others read what that stored."""
+    data = replace(config.data, template_kwargs=target.config.template_kwargs)
+    with accelerator.local_main_process_first():
+        return prepare(data.train, data, target.tokenizer, target.eos_ids, progress=accelerator.is_main_process)
+
+
+def load_probes(config: TrainConfig, target: Target) -> list[EvalPrompt]:
+    """The held-out prompts that tau is measured on."""
+    if config.trainer.eval_prompts == 0:
+        return []
+    return load_prompts(config.data.heldout, target, config.trainer.eval_prompts)
+
+
+def build_heads(config: TrainConfig, target: Target, prepared: PreparedData) -> MedusaHeads:
+    """New heads on `target`, over the token ids that the data supervises most."""
+    torch.manual_seed(config.seed)
+    counts_V = prepared.token_counts(target.vocab_size)
+    size = config.heads.draft_vocab_size
+    if size is None:
+        draft_ids = torch.arange(target.vocab_size)
+    else:
+        draft_ids = vocabulary.most_frequent(counts_V, size, target.eos_ids)
+        share = vocabulary.coverage(counts_V, draft_ids)
+        logger.info("draft vocabulary: %d of %d ids, %.2f%% of the tokens", size, target.vocab_size, 100 * share)
+    heads = HEADS[config.kind](config.heads, target.hidden_size, target.vocab_size, draft_ids)
+    return heads.bind(target).initialise()
+
+
+def build_loader(config: TrainConfig, target: Target, prepared: PreparedData, accelerator: Accelerator) -> BatchLoader:
+    """The batches of this process."""
+    pad_id = target.tokenizer.pad_token_id
+    return BatchLoader(
+        prepared,
+        batch_size=config.trainer.batch_size,
+        micro_batch_size=config.trainer.micro_batch_size,
+        max_length=config.data.max_length,
+        packing=config.data.packing,
+        pad_id=target.eos_ids[0] if pad_id is None else pad_id,
+        seed=config.seed,
+        world_size=accelerator.num_processes,
+        rank=accelerator.process_index,
+    )
+
+
+def count_steps(config: TrainConfig, loader: BatchLoader) -> int:
+    """Optimiser steps of the run."""
+    if config.trainer.steps is not None:
+        return config.trainer.steps
+    return max(1, math.ceil(config.trainer.epochs * loader.steps_per_epoch))
+
+
+def compute_dtype(precision: str, target: Target) -> torch.dtype:
+    """What heads compute in; "auto" is what they will be served in, but float16 gradients would underflow."""
+    if precision != "auto":
+        return DTYPES[precision]
+    return preferred_dtype(target.device) if target.dtype == torch.float16 else target.dtype
+
+
+def fixed_settings(config: TrainConfig, prepared: PreparedData) -> dict[str, Any]:
+    """What a resumed run must share with its start: other values would mean other heads or other batches."""
+    return {
+        "heads": config.resolved()["heads"],
+        "data": prepared.digest,
+        "data.packing": config.data.packing,
+        "trainer.batch_size": config.trainer.batch_size,
+        "seed": config.seed,
+    }
+
+
+def newest_checkpoint(root: Path, accelerator: Accelerator) -> Path | None:
+    """The checkpoint to go on from, None if there is none yet; the main process sets damaged ones aside."""
+    if accelerator.is_main_process:
+        checkpoint.set_aside_damaged(root)
+    accelerator.wait_for_everyone()
+    found = checkpoint.checkpoints(root)[-1:]
+    logger.info("resuming from %s", found[0] if found else "the start: there is no checkpoint yet")
+    return found[0] if found else None
+
+
+def from_main(value: float, accelerator: Accelerator) -> float:
+    """The main process's value, in all processes."""
+    if accelerator.num_processes == 1:
+        return value
+    return broadcast(torch.tensor(value, dtype=torch.float64, device=accelerator.device)).item()

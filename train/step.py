@@ -1,0 +1,76 @@
+"""One optimiser step: gradients over all micro-batches and processes, as if they were one batch."""
+
+import contextlib
+import math
+import zlib
+from collections.abc import Sequence
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from data.batches import Step
+from heads.alignment import label_counts
+from heads.medusa import MedusaHeads
+from heads.target import Target
+
+# Shapes: B rows, T tokens, D hidden, K heads, S statistics (heads.objectives.Statistics)
+
+
+def accumulate_gradients(
+    step: Step,
+    target: Target,
+    heads: MedusaHeads,
+    model: nn.Module,
+    accelerator: Accelerator,
+    dtype: torch.dtype,
+) -> tuple[float, Tensor]:
+    """Add the gradients of `step` to the heads' parameters; returns its loss and statistics [S, K].
+
+    `model` is `heads` as Accelerate wraps it; heads compute in `dtype`. The results are sums over all processes,
+    the statistics in float64 on the CPU.
+    """
+    # Every process sees the whole step, so all divide by the same counts without asking each other.
+    counts_K = label_counts(step.whole.supervised_BT, step.whole.documents_BT, heads.depth).to(target.device)
+    sums = []
+    for index, cpu_batch in enumerate(step.micro_batches):
+        batch = cpu_batch.to(target.device)
+        with torch.no_grad():
+            features = target.features(batch.ids_BT, batch.positions_BT, batch.documents_BT, heads.taps)
+        features = {tap: feature_BTD.to(dtype) for tap, feature_BTD in features.items()}
+        last = index == len(step.micro_batches) - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(model):
+            loss, statistics_SK = model(features, batch.ids_BT, batch.supervised_BT, batch.documents_BT, counts_K)
+            # Processes average their gradients, but the losses are parts of one sum.
+            accelerator.backward(loss * accelerator.num_processes)
+        sums.append(torch.cat([loss.detach()[None], statistics_SK.flatten()]).double())
+    totals = accelerator.reduce(torch.stack(sums).sum(0), "sum")
+    assert isinstance(totals, Tensor)
+    totals = totals.cpu()
+    return totals[0].item(), totals[1:].view(-1, heads.depth)
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed torch for one step of one process, so that a resume has no random state to restore."""
+    torch.manual_seed(zlib.crc32(f"step {step} of rank {rank} of seed {seed}".encode()))
+
+
+def check_synchronised(grad_norm: Tensor, accelerator: Accelerator) -> None:
+    """Assert that all processes hold the same gradient: launched wrongly, each would train its own heads."""
+    norms = accelerator.gather(grad_norm.detach()[None])
+    assert isinstance(norms, Tensor)
+    assert len(norms) == accelerator.num_processes, "gather reached other processes than the launch"
+    assert torch.allclose(norms, norms[0], rtol=1e-4), f"gradients differ between processes: {norms.tolist()}"
+
+
+def check_finite(loss: float, grad_norm: float, step: Step, rows: Sequence[Sequence[int]], last_saved: int) -> None:
+    """Raise FloatingPointError if a step did not go well, before it touches the weights."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    samples = sorted(index for row in rows for index in row)
+    raise FloatingPointError(
+        f"step {step.number + 1} (epoch {step.epoch}): loss {loss}, gradient norm {grad_norm}; its samples "
+        f"are {samples[:20]}{' ...' if len(samples) > 20 else ''}. It is not saved (last checkpoint: "
+        f"{f'step {last_saved}' if last_saved >= 0 else 'none'}). Lower trainer.lr, lengthen "
+        "trainer.warmup_ratio, or look at these samples"
+    )
