@@ -10,13 +10,16 @@ from omegaconf import DictConfig
 from eval.config import from_hydra, heads_as_source
 from eval.evaluation import EvalConfig, evaluate
 from eval.report import last_line
+from eval.threads import use_threads
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="eval")
 def main(composed: DictConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     try:
-        summary = evaluate(from_hydra(EvalConfig, composed))
+        config = from_hydra(EvalConfig, composed)
+        use_threads(config.threads)
+        summary = evaluate(config)
     except ValueError as error:
         sys.exit(f"error: {error}")
     if summary is not None:

@@ -64,6 +64,7 @@ class EvalConfig:
     tree: TreeConfig = field(default_factory=TreeConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     other_dtypes: list[str] = field(default_factory=list)  # plain decoding in these dtypes is timed for comparison
+    threads: int | None = None
     allow_other_weights: bool = False
 
     def __post_init__(self):

@@ -21,6 +21,7 @@ from heads.vocabulary import draft_index, from_offsets, membership, to_offsets
 # Shapes: B batch, T tokens, N rows, K heads, L layers, D hidden, V vocabulary, Vd draft vocabulary
 
 LM_HEADS = ("own", "shared")
+INITS = ("target", "regression")
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,16 @@ class MedusaConfig:
 
     lm_head: "own" trains one LM head for each Medusa head, initialised from the target's rows; "shared" uses the
     target's frozen LM head for all: K times smaller, a little less accurate.
+    init: where own LM heads start: "target", as the target's rows, so that every head first repeats its guess of
+        x[t+1]; or "regression", as these rows after a linear forecast of the feature (heads/warm_start.py), which
+        training fits on `trainer.init_tokens` tokens before its first step.
     draft_vocab_size: number of token ids that can be proposed, None for all of the target's.
     """
 
     num_heads: int = 4
     num_layers: int = 1
     lm_head: str = "own"
+    init: str = "target"
     draft_vocab_size: int | None = None
     objective: Objective = field(default_factory=Objective)
 
@@ -44,6 +49,10 @@ class MedusaConfig:
                 raise ValueError(f"heads.{name}={getattr(self, name)} must be at least 1")
         if self.lm_head not in LM_HEADS:
             raise ValueError(f"heads.lm_head={self.lm_head} must be one of {', '.join(LM_HEADS)}")
+        if self.init not in INITS:
+            raise ValueError(f"heads.init={self.init} must be one of {', '.join(INITS)}")
+        if self.init == "regression" and self.lm_head == "shared":
+            raise ValueError("heads.init=regression starts own LM heads; with heads.lm_head=shared use init=target")
 
 
 class MedusaHeads(nn.Module):
@@ -111,6 +120,13 @@ class MedusaHeads(nn.Module):
         if self.config.lm_head == "own":
             self.lm_head_weight.data.copy_(self.target_rows_VD.expand_as(self.lm_head_weight))
         return self
+
+    @torch.no_grad()
+    def start_from(self, maps_KDD: Tensor) -> None:
+        """Start own LM heads as the target's rows after the linear forecasts of `LinearForecast.solve`."""
+        rows_VD = self.target_rows_VD.to(maps_KDD.dtype)
+        for k, map_DD in enumerate(maps_KDD):
+            self.lm_head_weight[k] = rows_VD @ map_DD
 
     def states(self, hidden_ND: Tensor) -> Tensor:
         """Run the residual blocks of all heads: [N, D] -> [K, N, D], in the dtype of `hidden_ND`."""

@@ -14,7 +14,7 @@ from heads.target import TargetConfig
 PRECISIONS = ("auto", "float32", "bfloat16")
 TRACKERS = ("wandb", "tensorboard", "none")
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("steps batch_size micro_batch_size log_every keep_last eval_tokens", lambda v: v >= 1, "at least 1"),
+    ("steps batch_size micro_batch_size log_every keep_last eval_tokens init_tokens", lambda v: v >= 1, "at least 1"),
     ("eval_every save_every eval_prompts weight_decay", lambda v: v >= 0, "at least 0; 0 is for none"),
     ("epochs max_seconds lr clip_norm", lambda v: v > 0, "above 0"),
     ("warmup_ratio min_lr_ratio", lambda v: 0 <= v <= 1, "in [0, 1]; it is a share"),
@@ -30,6 +30,9 @@ class TrainerConfig:
     max_seconds: a time budget for the loop (a resumed run counts the seconds before). The learning rate follows
         whichever is further, the share of the steps or of the seconds, so that the run ends annealed; the last
         measurement and save come on top. Such a run is not repeatable to the bit.
+    init_tokens: supervised tokens that heads.init=regression is fitted on, at most one epoch.
+    keep_features: keep the target's features in memory, so that the warm start and each row's first epoch are all
+        that the target costs.
     precision: what heads compute in; their masters and the optimiser are float32 always. "auto" is the dtype of
         the target, in which they will be served.
     eval_every, save_every: in steps; 0 is only at the end. A measured step is saved too.
@@ -53,6 +56,8 @@ class TrainerConfig:
     log_every: int = 10
     eval_every: int = 0
     save_every: int = 500
+    init_tokens: int = 65536
+    keep_features: bool = False
     keep_last: int = 2
     eval_prompts: int = 16
     eval_tokens: int = 128
@@ -79,6 +84,7 @@ class TrainConfig:
     run_name: str
     output_dir: str
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    threads: int | None = None  # CPU threads of a process; None shares the cores among the processes
     seed: int = 0
     resume: bool = False
 

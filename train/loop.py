@@ -23,15 +23,14 @@ def train(config: TrainConfig) -> Path:
     """
     run, trainer = start_run(config), config.trainer
     with run.display:
+        run.warm_start()
         for step in run.loader.steps(run.done):
             fraction = run.fraction(step.number)
             if fraction >= 1:
                 break
             began = time.monotonic()
             seed_step(config.seed, step.number, run.accelerator.process_index)
-            loss, statistics_SK = accumulate_gradients(
-                step, run.target, run.heads, run.model, run.accelerator, run.dtype
-            )
+            loss, statistics_SK = accumulate_gradients(step, run.source, run.heads, run.model, run.accelerator)
             norm = torch.nn.utils.clip_grad_norm_(run.trainable.values(), trainer.clip_norm)
             check_finite(loss, norm.item(), step, run.loader.step_rows(step.number), run.saved)
             check_synchronised(norm, run.accelerator)

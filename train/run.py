@@ -1,12 +1,14 @@
 """Everything that one training run holds, and what it does beside learning: log, measure, save."""
 
+import itertools
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -16,11 +18,13 @@ from eval.prompts import EvalPrompt
 from heads.identity import TargetIdentity, identify
 from heads.layout import load_heads
 from heads.medusa import MedusaHeads
-from heads.target import Target
+from heads.target import FINAL_NORM, Target
+from heads.warm_start import LinearForecast
 from train import checkpoint, start
 from train.checkpoint import RunState
 from train.config import TrainConfig, TrainerConfig
 from train.display import Display
+from train.features import FeatureSource
 from train.metrics import Window, memory_gb
 from train.optimizer import (
     Clock,
@@ -50,7 +54,7 @@ class Run:
     loader: BatchLoader
     heads: MedusaHeads
     model: nn.Module
-    dtype: torch.dtype
+    source: FeatureSource
     trainable: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     tracking: Tracking
@@ -80,6 +84,26 @@ class Run:
         """Log the steps since the last time; `rate` is the latest learning rate."""
         self._log({**self.window.metrics(), "train/lr": rate, "train/memory_gb": memory_gb()})
         self.window = Window.empty(self.heads.depth)
+
+    def warm_start(self) -> None:
+        """Before the first step, start LM heads from a linear forecast if they ask for it."""
+        if self.done or self.heads.config.init != "regression":
+            return
+        forecast = LinearForecast(self.heads.depth, self.heads.hidden_size, self.accelerator.device)
+        tokens = 0
+        for step in itertools.islice(self.loader.steps(0), self.loader.steps_per_epoch):
+            for cpu_batch in step.micro_batches:
+                batch = cpu_batch.to(self.accelerator.device)
+                hidden_BTD = self.source(batch)[FINAL_NORM]
+                forecast.add(hidden_BTD, batch.ids_BT, batch.supervised_BT, batch.documents_BT)
+            tokens += step.whole.num_supervised
+            self.display.show(0, {"init/tokens": tokens})
+            if tokens >= self.trainer.init_tokens:
+                break
+        forecast.combine(lambda sums: cast(Tensor, self.accelerator.reduce(sums, "sum")))
+        self.heads.start_from(forecast.solve())
+        broadcast(self.heads.lm_head_weight.data)
+        logger.info("LM heads start from a linear forecast over %d supervised tokens", tokens)
 
     def measure(self) -> None:
         """Measure tau by decoding held-out prompts; the other processes wait for it."""
@@ -166,7 +190,12 @@ def start_run(config: TrainConfig) -> Run:
         loader=loader,
         heads=heads,
         model=accelerator.prepare(heads),
-        dtype=start.compute_dtype(config.trainer.precision, target),
+        source=FeatureSource(
+            target,
+            heads.taps,
+            start.compute_dtype(config.trainer.precision, target),
+            config.trainer.keep_features,
+        ),
         trainable=trainable,
         optimizer=optimizer,
         tracking=Tracking(accelerator, config, directory, run_id, state.step),

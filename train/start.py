@@ -155,4 +155,6 @@ def from_main(value: float, accelerator: Accelerator) -> float:
     """The main process's value, in all processes."""
     if accelerator.num_processes == 1:
         return value
-    return broadcast(torch.tensor(value, dtype=torch.float64, device=accelerator.device)).item()
+    sent = broadcast(torch.tensor(value, dtype=torch.float64, device=accelerator.device))
+    assert isinstance(sent, torch.Tensor)
+    return sent.item()

@@ -12,32 +12,29 @@ from torch import Tensor, nn
 from data.batches import Step
 from heads.alignment import label_counts
 from heads.medusa import MedusaHeads
-from heads.target import Target
+from train.features import FeatureSource
 
 # Shapes: B rows, T tokens, D hidden, K heads, S statistics (heads.objectives.Statistics)
 
 
 def accumulate_gradients(
     step: Step,
-    target: Target,
+    source: FeatureSource,
     heads: MedusaHeads,
     model: nn.Module,
     accelerator: Accelerator,
-    dtype: torch.dtype,
 ) -> tuple[float, Tensor]:
     """Add the gradients of `step` to the heads' parameters; returns its loss and statistics [S, K].
 
-    `model` is `heads` as Accelerate wraps it; heads compute in `dtype`. The results are sums over all processes,
-    the statistics in float64 on the CPU.
+    `model` is `heads` as Accelerate wraps it; heads compute in the dtype of the features. The results are sums over
+    all processes, the statistics in float64 on the CPU.
     """
     # Every process sees the whole step, so all divide by the same counts without asking each other.
-    counts_K = label_counts(step.whole.supervised_BT, step.whole.documents_BT, heads.depth).to(target.device)
+    counts_K = label_counts(step.whole.supervised_BT, step.whole.documents_BT, heads.depth).to(accelerator.device)
     sums = []
     for index, cpu_batch in enumerate(step.micro_batches):
-        batch = cpu_batch.to(target.device)
-        with torch.no_grad():
-            features = target.features(batch.ids_BT, batch.positions_BT, batch.documents_BT, heads.taps)
-        features = {tap: feature_BTD.to(dtype) for tap, feature_BTD in features.items()}
+        batch = cpu_batch.to(accelerator.device)
+        features = source(batch)
         last = index == len(step.micro_batches) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
             loss, statistics_SK = model(features, batch.ids_BT, batch.supervised_BT, batch.documents_BT, counts_K)

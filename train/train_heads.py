@@ -11,6 +11,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from eval.threads import use_threads
 from train.checkpoint import SaveError
 from train.config import from_hydra
 from train.display import configure_logging, console
@@ -25,7 +26,9 @@ def main(composed: DictConfig) -> None:
     main_process = os.environ.get("RANK", "0") == "0"
     configure_logging(main_process)
     try:
-        train(from_hydra(composed))
+        config = from_hydra(composed)
+        use_threads(config.threads)
+        train(config)
     except USER_ERRORS as error:
         if main_process:
             console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)

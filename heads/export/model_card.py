@@ -62,10 +62,6 @@ def model_card(
     target: the one that the heads were trained on; outline.target names the one that they are exported for.
     extra: of the saved heads; `coverage` (share of training tokens that can be drafted), `data_digest`.
     """
-    reduced = draft_vocab_size < outline.vocab_size
-    vocabulary = f"{draft_vocab_size} of {outline.vocab_size} token ids" if reduced else "all token ids"
-    if "coverage" in extra:
-        vocabulary += f", which cover {extra['coverage']:.2%} of the training tokens"
     shape = f"{target.model_type}, {target.num_layers} blocks, width {target.hidden_size}"
     tau = speedup = "not measured"
     if measured is not None:
@@ -77,7 +73,7 @@ def model_card(
         "heads (K)": f"{outline.num_heads}: the target's next token and {outline.num_heads} guesses after it",
         "layers of each head (L)": outline.num_layers,
         "LM head": "the target's, for all heads" if outline.shared else "one for each head",
-        "trained draft vocabulary": vocabulary,
+        "trained draft vocabulary": _vocabulary(draft_vocab_size, outline.vocab_size, extra.get("coverage")),
         "dtype": outline.dtype,
         "training data digest": extra.get("data_digest", "not recorded"),
         "tau (tokens per target forward)": tau,
@@ -109,3 +105,8 @@ def model_card(
         *digests,
     ]
     return "\n".join(lines) + "\n"
+
+
+def _vocabulary(size: int, vocab_size: int, coverage: float | None) -> str:
+    text = f"{size} of {vocab_size} token ids" if size < vocab_size else "all token ids"
+    return text if coverage is None else f"{text}, which cover {coverage:.2%} of the training tokens"

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -313,3 +314,14 @@ def test_the_entry_prints_one_clean_message(monkeypatch, capsys, tmp_path):
     message = capsys.readouterr().err
     assert "error: source 'nowhere.jsonl' is neither a file nor a folder; give a path" in message
     assert "Traceback" not in message
+
+
+def test_a_warm_start_by_regression_survives_a_resume_bit_for_bit(make_config, tmp_path):
+    warm = ("heads.init=regression", "trainer.keep_features=true", "trainer.steps=4", "trainer.save_every=2")
+    straight = train(make_config(*warm, f"output_dir={tmp_path / 'straight'}"))
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed", ignore=shutil.ignore_patterns("step-000004", "heads"))
+    resumed = train(make_config(*warm, "resume=true", f"output_dir={tmp_path / 'resumed'}"))
+    cold = train(make_config("trainer.steps=4", f"output_dir={tmp_path / 'cold'}"))
+    one, other, third = (load_file(path / "model.safetensors") for path in (straight, resumed, cold))
+    assert all(one[name].equal(other[name]) for name in one)
+    assert not one["lm_head_weight"].equal(third["lm_head_weight"])
