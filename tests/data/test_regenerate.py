@@ -2,8 +2,11 @@ import json
 
 import pytest
 
-from data.conversations import Conversation
+from data.conversations import Conversation, load_conversations
+from data.problems import Problems
 from data.regenerate import AnswerLog, Prompt, answer, fault, invent, read_prompts, user_turn_prefix
+from data.render import render_prompt
+from data.samples import SampleBuilder
 from heads.tiny import tiny_tokenizer
 
 EOS = 258
@@ -112,3 +115,25 @@ def test_two_prompts_of_one_name_are_refused():
     rows = [Conversation([{"role": "user", "content": "a"}], id="x", origin=f"f:{n}") for n in (1, 2)]
     with pytest.raises(ValueError, match="f:2: id 'x' occurs twice"):
         read_prompts(rows)
+
+
+def test_an_answer_in_other_tokens_than_the_tokenizers_keeps_its_ids(tokenizer, tmp_path):
+    invalid = [*tokenizer.encode("ok"), tokenizer.encode("é")[0], EOS]  # half a character cannot be read back
+    rows = run(tmp_path / "a.jsonl", tokenizer, lambda prompts, seeds: [invalid] * len(prompts), PROMPTS[:1], samples=1)
+    assert rows[0]["answer_ids"] == invalid
+    (conversation,) = load_conversations([str(tmp_path / "a.jsonl")])
+    builder = SampleBuilder(tokenizer, [EOS], {}, max_length=200)
+    builder.add(conversation, Problems())
+    ids, supervised = builder.finish(Problems(), "").sample(0)
+    assert ids[supervised].tolist() == invalid
+    assert ids[~supervised].tolist() == render_prompt(PROMPTS[0].messages, tokenizer, {})
+
+
+def test_an_answer_that_ran_out_of_room_is_not_supervised_to_end(tokenizer, tmp_path):
+    said = tokenizer.encode("and so on")
+    run(tmp_path / "a.jsonl", tokenizer, lambda prompts, seeds: [said] * len(prompts), PROMPTS[:1], samples=1)
+    builder = SampleBuilder(tokenizer, [EOS], {}, max_length=200)
+    for conversation in load_conversations([str(tmp_path / "a.jsonl")]):
+        builder.add(conversation, Problems())
+    ids, supervised = builder.finish(Problems(), "").sample(0)
+    assert ids[supervised].tolist() == said
