@@ -1,5 +1,6 @@
 """A checkpoint is whole or it is not used; what is kept is the last few and the best."""
 
+import contextlib
 import json
 import logging
 import os
@@ -47,13 +48,15 @@ def save(tmp_path: Path, heads: MedusaHeads, identity: TargetIdentity):
     return write
 
 
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """Writes beyond 10 kB fail, as they do on a full disk."""
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Writes beyond 10 kB fail, those of pytest's own log too: so only around the save itself."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def names(root: Path) -> list[str]:
@@ -109,16 +112,17 @@ def test_an_unfinished_write_is_no_checkpoint_and_is_cleared(save, tmp_path):
     assert names(tmp_path) == ["step-000003", "step-000009"]
 
 
-def test_a_full_disk_is_a_clear_error_and_keeps_the_checkpoint_before(save, tmp_path, small_files):
-    with pytest.raises(SaveError, match=r"step-000003 could not be written.*from the start: there is no checkpoint"):
+def test_a_full_disk_is_a_clear_error_and_keeps_the_checkpoint_before(save, tmp_path):
+    message = r"step-000003 could not be written.*from the start: there is no checkpoint"
+    with pytest.raises(SaveError, match=message), full_disk():
         save(3)
     assert names(tmp_path) == []
 
 
-def test_a_full_disk_names_the_checkpoint_to_go_on_from(save, tmp_path, request):
+def test_a_full_disk_names_the_checkpoint_to_go_on_from(save, tmp_path):
     save(3)
-    request.getfixturevalue("small_files")
-    with pytest.raises(SaveError, match=r"step-000006 could not.*GB are free.*resume=true from .*step-000003"):
+    message = r"step-000006 could not.*GB are free.*resume=true from .*step-000003"
+    with pytest.raises(SaveError, match=message), full_disk():
         save(6)
     assert names(tmp_path) == ["step-000003"]
     assert checkpoint.damage(tmp_path / "step-000003") is None
