@@ -10,5 +10,5 @@ ruff check .
 ruff format --check .
 pyright
 lint-imports
-pytest -q -n 2
-pytest -q -m slow
+pytest -q
+pytest -q -n 0 -m slow

@@ -128,6 +128,7 @@ def test_a_tree_deeper_than_the_heads_is_refused(tiny_target, random_heads):
         MedusaDrafter(heads, Tree.chain(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", ["top", "sampled"])
 def test_sampling_keeps_the_law_of_the_second_and_third_token(drafts, tiny_target, random_heads):
     """The law of (x2, x3) from many seeded runs against exact probabilities: the residual and the bonus path."""
