@@ -45,7 +45,7 @@ def make_values(chats: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     def make(*overrides: str) -> dict[str, Any]:
         base = {
             "model": {"name": "tiny", "path": "random:llama"},
-            "heads": {"kind": "medusa", "num_heads": 3},
+            "heads": {"kind": "medusa", "num_heads": 3, "init": "target"},
             "data": {
                 "train": [str(chats / "train.jsonl")],
                 "heldout": [str(chats / "heldout.jsonl")],
