@@ -4,9 +4,8 @@ A row holds one of
     conversations   ShareGPT: [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]
     messages        OpenAI:   [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]
     prompt          text, with `response` or `completion` beside it or not
-and, if it likes, `category`, `id`, `tools`, `finish` and
-`answer_ids`. Turns may be spelt either way under either name; other
-columns are not looked at. `data/sources.py` says what a source is.
+and, if it likes, `category`, `id`, `tools`, `finish` and `answer_ids`. Turns may be spelt either way under either
+name; other columns are not looked at. `data/sources.py` says what a source is.
 """
 
 from collections.abc import Iterable, Iterator

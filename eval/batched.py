@@ -65,12 +65,11 @@ def generate_batch(
         alive = [i for i, token in enumerate(tokens) if token not in target.eos_ids]
         if not alive or step == max_new_tokens - 1:
             break
-        if len(alive) < len(running) * COMPACT_BELOW or len(alive) == len(running):
+        if len(alive) < len(running) * COMPACT_BELOW:
             rows_B = torch.tensor(alive, device=target.device)
-            if len(alive) < len(running):
-                cache.select(rows_B)
-                visible_BS, lengths_B = visible_BS[rows_B], lengths_B[rows_B]
-                running, tokens = [running[i] for i in alive], [tokens[i] for i in alive]
+            cache.select(rows_B)
+            visible_BS, lengths_B = visible_BS[rows_B], lengths_B[rows_B]
+            running, tokens = [running[i] for i in alive], [tokens[i] for i in alive]
         ids_B1 = torch.tensor(tokens, device=target.device)[:, None]
         hidden_BD = _forward(target, ids_B1, visible_BS, (lengths_B + step)[:, None], cache)
     return [_until_end(answer, target.eos_ids) for answer in answers]

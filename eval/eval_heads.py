@@ -23,7 +23,7 @@ def main(composed: DictConfig) -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     if summary is not None:
-        directory = Path(composed.output or composed.source)
+        directory = Path(config.output or config.source)
         sys.stdout.write(f"{summary['verdict']}\nreport {directory}/report.html\n{last_line(summary)}\n")
 
 

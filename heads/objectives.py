@@ -145,6 +145,7 @@ def _loss_and_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, its gradient with respect to the logits, and statistics [9, K] of one chunk."""
     log_q_KCV = logits_KCV.log_softmax(-1)
+    q_KCV = log_q_KCV.exp()
     counts_KC, inside_KC = labels_KC != IGNORE, draft_labels_KC != IGNORE
     index_KC1 = draft_labels_KC.clamp_min(0)[..., None]
     ce_KC = -log_q_KCV.gather(-1, index_KC1).squeeze(-1) * inside_KC
@@ -155,14 +156,14 @@ def _loss_and_gradient(
 
     row_scale_KC1 = scale_K[:, None, None]
     ce_scale_KC1 = objective.ce_weight * row_scale_KC1 * inside_KC[..., None]
-    grad_KCV = log_q_KCV.exp() * ce_scale_KC1
+    grad_KCV = q_KCV * ce_scale_KC1
     grad_KCV.scatter_add_(-1, index_KC1, -ce_scale_KC1.expand_as(index_KC1))
     loss_KC = objective.ce_weight * ce_KC
     kl_KC = torch.zeros_like(ce_KC)
     if teacher_KCV is not None:
         kl_KC = (teacher_KCV * (teacher_KCV.clamp_min(1e-30).log() - log_q_KCV)).sum(-1) * counts_KC
         kl_scale_KC1 = objective.kl_weight * row_scale_KC1 * counts_KC[..., None]
-        grad_KCV += (log_q_KCV.exp() - teacher_KCV) * kl_scale_KC1
+        grad_KCV += (q_KCV - teacher_KCV) * kl_scale_KC1
         loss_KC = loss_KC + objective.kl_weight * kl_KC
     sums = Statistics(counts_KC, inside_KC, ce_KC, kl_KC, top1_KC, top5_KC, top10_KC, offered_KC, chain_KC)
     return (loss_KC * scale_K[:, None]).sum(), grad_KCV, torch.stack([each.sum(1).float() for each in sums])

@@ -2,8 +2,8 @@
 
 Head k must say x[t+2+k] from f[t]. The target itself says it from f[t+1+k], through its LM head W. So fit
 f[t+1+k] ~ M_k f[t] by ridge regression, which needs one pass and no gradients, and start head k as W M_k. On
-SmolLM2-135M with 56 thousand tokens this start alone has 20 % top-1 accuracy at head 0, and 25 % after one epoch
-of training; heads that start as W have 16 % after the same epoch.
+SmolLM2-135M with 85 thousand tokens this start alone guesses 14 % of unseen greedy answers with head 0, and 18 %
+after one epoch of training.
 """
 
 from collections.abc import Callable
