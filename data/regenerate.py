@@ -9,6 +9,7 @@ This module knows nothing of models: it is handed a function from token ids to t
 
 import json
 import logging
+import random
 import unicodedata
 import zlib
 from collections.abc import Callable, Sequence
@@ -97,10 +98,11 @@ def answer(
         for sample in range(samples)
     ]
     jobs = [job for job in jobs if job[0] not in done]
-    # Prompts of one length share a batch: less padding.
+    # Prompts of one length share a batch: less padding. A run that is stopped early still has seen all lengths.
     jobs.sort(key=lambda job: (len(job[2]), job[0]))
-    for start in range(0, len(jobs), batch_size):
-        batch = jobs[start : start + batch_size]
+    batches = [jobs[start : start + batch_size] for start in range(0, len(jobs), batch_size)]
+    random.Random(seed).shuffle(batches)
+    for batch in batches:
         answers = generate([ids for _, _, ids in batch], [_stream(seed, name) for name, _, _ in batch])
         log.append(
             [

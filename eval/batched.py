@@ -15,7 +15,7 @@ from heads.cache import TreeCache
 from heads.masks import additive
 from heads.target import Target
 
-# Shapes: B sequences still running, S slots of the cache, P prompt slots, V vocabulary
+# Shapes: B sequences still running, S slots of the cache, P prompt slots, V vocabulary, K kept tokens
 
 # Dropping finished sequences copies the cache: worth it once a quarter of the batch only fills space.
 COMPACT_BELOW = 0.75
@@ -102,10 +102,15 @@ def _forward(target: Target, ids_BT: Tensor, visible_BS: Tensor, positions_BT: T
 def _draw(logits_BV: Tensor, sampling: SamplingConfig, streams: list[torch.Generator]) -> list[int]:
     if sampling.temperature == 0:
         return logits_BV.argmax(-1).tolist()
-    mass_BV = probabilities(logits_BV, sampling).double().cumsum(-1)
+    # Only the kept tokens are summed up, a tenth of the time of a whole vocabulary; in the order of their ids, since
+    # the order of their logits can change with the rounding of another batch.
+    kept = min(sampling.top_k or logits_BV.shape[-1], logits_BV.shape[-1])
+    ids_BK = logits_BV.topk(kept).indices.sort(-1).values
+    logits_BK = logits_BV.gather(1, ids_BK)
+    mass_BK = probabilities(logits_BK, sampling).double().cumsum(-1)
     uniform_B = torch.cat([torch.rand(1, generator=stream, dtype=torch.float64) for stream in streams])
-    points_B = uniform_B.to(mass_BV.device) * mass_BV[:, -1]
-    return torch.searchsorted(mass_BV, points_B[:, None], right=True).squeeze(1).tolist()
+    points_B1 = uniform_B.to(mass_BK.device)[:, None] * mass_BK[:, -1:]
+    return ids_BK.gather(1, torch.searchsorted(mass_BK, points_B1, right=True).clamp_max(kept - 1))[:, 0].tolist()
 
 
 def _until_end(tokens: list[int], eos_ids: Sequence[int]) -> list[int]:
