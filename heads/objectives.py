@@ -1,10 +1,11 @@
-"""What heads are trained on: cross-entropy on tokens and KL divergence to the target, without the logits in memory.
+"""What heads are trained on: cross-entropy on tokens and distances to the target, without the logits in memory.
 
 Logits over a vocabulary dwarf everything else: 5 heads, 2048 tokens and 128k ids are 5 GB in fp32, several times
 over in a naive backward. Here they exist for one chunk of anchors at a time, all heads in one batched product; the
-forward already computes the gradients of the chunk (softmax minus what it should be) and keeps only those.
+forward already computes the gradients of the chunk (heads/divergences.py derives them) and keeps only those.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,52 +13,74 @@ import torch
 from torch import Tensor
 
 from heads.alignment import IGNORE
+from heads.divergences import Divergence, Teacher, TeacherChunk, acceptance, forward_kl, reverse_kl, total_variation
 
-# Shapes: K heads, N anchors, C anchors of a chunk, D hidden, V draft vocabulary, U distinct teacher rows of a chunk
+# Shapes: K heads, N anchors, C anchors of a chunk, D hidden, V draft vocabulary
 
 # Rows of logits alive at once (K * C): enough to keep the hardware busy, 0.5 GB at a vocabulary of 128k.
 CHUNK_ROWS = 1024
 TOP = (1, 5, 10)
+WEIGHTS = ("ce_weight", "kl_weight", "reverse_kl_weight", "tv_weight", "hybrid_weight")
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Weights of the losses. Head k counts `decay ** k`; its loss is a mean over its labels."""
+    """Weights of the losses. Head k counts `decay ** k`; its loss is a mean over its labels.
+
+    Cross-entropy counts the labels inside the draft vocabulary, all other losses count every label.
+
+    ce_weight: cross-entropy on the data's tokens.
+    kl_weight, reverse_kl_weight: KL(p || q) and KL(q || p), target p and heads q over the draft vocabulary.
+    tv_weight: total variation, which is one minus the acceptance sum min(p, q) (p over the full vocabulary).
+    hybrid_weight: w * KL(p || q) + (1 - w) * total variation with w = exp(-hybrid_decay * acceptance), a constant to
+        the gradient: KL leads while the heads are far off, where total variation hardly has a gradient. This is the
+        LK loss of arXiv 2602.23881, but for w: SpecForge takes it from the mean acceptance of a batch, which depends
+        on how positions are cut into chunks and micro-batches; here each position has its own.
+    prefix_weighting: multiply the losses of head k at an anchor with the chance that all drafts before it are
+        accepted, the product of the acceptances of heads 0..k-1 there, a constant to the gradient. The mean stays
+        over all labels.
+    """
 
     ce_weight: float = 1.0
     kl_weight: float = 0.0
+    reverse_kl_weight: float = 0.0
+    tv_weight: float = 0.0
+    hybrid_weight: float = 0.0
+    hybrid_decay: float = 3.0
+    prefix_weighting: bool = False
     decay: float = 0.8
 
     def __post_init__(self):
-        if self.ce_weight < 0 or self.kl_weight < 0 or self.ce_weight + self.kl_weight == 0:
+        weights = {name: getattr(self, name) for name in WEIGHTS}
+        for name, value in weights.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"heads.objective.{name}={value} must be finite and >= 0; 0 leaves the loss out")
+        if not any(weights.values()):
+            raise ValueError(f"heads.objective: {', '.join(WEIGHTS)} are all 0; give one of them a positive weight")
+        if not 0 < self.hybrid_decay < math.inf:
             raise ValueError(
-                f"heads.objective: ce_weight={self.ce_weight} and kl_weight={self.kl_weight} must be >= 0 and not "
-                "both 0; give one of them a positive weight"
+                f"heads.objective.hybrid_decay={self.hybrid_decay} must be finite and > 0; 3.0 is customary, "
+                "for KL alone use kl_weight"
             )
         if not 0 < self.decay <= 1:
             raise ValueError(f"heads.objective.decay={self.decay} must be in (0, 1]; 0.8 is customary")
 
+    @property
+    def needs_acceptance(self) -> bool:
+        """Whether the target's probabilities in the full vocabulary matter."""
+        return self.tv_weight > 0 or self.hybrid_weight > 0 or self.prefix_weighting
 
-@dataclass(frozen=True)
-class Teacher:
-    """The target's distributions, computed from its features when they are needed.
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the target's distributions matter."""
+        return self.kl_weight > 0 or self.reverse_kl_weight > 0 or self.needs_acceptance
 
-    `hidden_RD` are the batch's features, `rows_KN` index them for each head and anchor, `weight_VD` are the rows of
-    the target's LM head that the draft vocabulary keeps.
-    """
-
-    hidden_RD: Tensor
-    rows_KN: Tensor
-    weight_VD: Tensor
-    softcap: float | None
-
-    def probabilities(self, chunk: slice) -> Tensor:
-        """The target's distributions [K, C, V] over the draft vocabulary; each row is computed once."""
-        distinct_U, where_KC = self.rows_KN[:, chunk].unique(return_inverse=True)
-        logits_UV = (self.hidden_RD[distinct_U] @ self.weight_VD.T).float()
-        if self.softcap is not None:
-            logits_UV = torch.tanh(logits_UV / self.softcap) * self.softcap
-        return logits_UV.softmax(-1)[where_KC]
+    def kl_and_tv_weights(self, acceptance_KC: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """The weights of forward KL and total variation at each position, the hybrid's shares included."""
+        if not self.hybrid_weight:
+            return self.kl_weight, self.tv_weight
+        share_KC = torch.exp(-self.hybrid_decay * acceptance_KC)
+        return self.kl_weight + self.hybrid_weight * share_KC, self.tv_weight + self.hybrid_weight * (1 - share_KC)
 
 
 class Statistics(NamedTuple):
@@ -66,12 +89,14 @@ class Statistics(NamedTuple):
     labels: Tensor
     in_vocab: Tensor  # labels inside the draft vocabulary
     ce: Tensor
-    kl: Tensor
+    kl: Tensor  # this and the last two: 0 if the objective does not need it
     top1: Tensor  # label is the first guess
     top5: Tensor
     top10: Tensor
     offered: Tensor  # labels where all heads before were right with their first guess
     chain: Tensor  # of these, where this head was right too: alpha_k = chain / offered
+    acceptance: Tensor  # sum min(p, q): the chance that speculative sampling accepts the draft
+    lost_mass: Tensor  # what the target gives to tokens outside the draft vocabulary
 
 
 def chunked_loss(
@@ -84,12 +109,14 @@ def chunked_loss(
     teacher: Teacher | None,
     chunk_rows: int = CHUNK_ROWS,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss and the statistics [9, K] of all heads.
+    """Return the summed loss and the statistics [S, K] of all heads (see `Statistics`).
 
     weight: LM head [V, D] for all heads or [K, V, D] for each, trained if it requires a gradient.
     labels_KN: token ids, IGNORE where there is none; draft_labels_KN: draft indices, IGNORE outside the vocabulary.
     scale_K: what a label's loss of head k is multiplied with: its weight over the number of its labels in the step.
+    teacher: may be None if the objective is cross-entropy alone.
     """
+    assert teacher is not None or not objective.needs_teacher
     loss, statistics = _ChunkedLoss.apply(
         hidden_KND, weight, labels_KN, draft_labels_KN, scale_K, objective, teacher, chunk_rows
     )  # type: ignore[misc]
@@ -115,7 +142,7 @@ class _ChunkedLoss(torch.autograd.Function):
             logits_KCV = (hidden_KCD @ weight.mT).float()
             chunk_loss, grad_logits_KCV, chunk_statistics = _loss_and_gradient(
                 logits_KCV, labels_KN[:, chunk], draft_labels_KN[:, chunk], scale_K, objective,
-                teacher.probabilities(chunk) if teacher is not None and objective.kl_weight else None,
+                teacher.chunk(chunk, objective.needs_acceptance) if objective.needs_teacher else None,
             )  # fmt: skip
             loss += chunk_loss
             statistics += chunk_statistics
@@ -141,32 +168,81 @@ def _loss_and_gradient(
     draft_labels_KC: Tensor,
     scale_K: Tensor,
     objective: Objective,
-    teacher_KCV: Tensor | None,
+    teacher: TeacherChunk | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, its gradient with respect to the logits, and statistics [9, K] of one chunk."""
+    """Loss, its gradient with respect to the logits, and statistics [S, K] of one chunk."""
     log_q_KCV = logits_KCV.log_softmax(-1)
     q_KCV = log_q_KCV.exp()
     counts_KC, inside_KC = labels_KC != IGNORE, draft_labels_KC != IGNORE
     index_KC1 = draft_labels_KC.clamp_min(0)[..., None]
     ce_KC = -log_q_KCV.gather(-1, index_KC1).squeeze(-1) * inside_KC
+    compared = _compare(objective, teacher, q_KCV, log_q_KCV)
+
+    scale_KC = scale_K[:, None]
+    if objective.prefix_weighting:
+        scale_KC = scale_KC * _product_before(compared.acceptance_KC)
+    ce_scale_KC = objective.ce_weight * scale_KC * inside_KC
+    loss, total_KC = (ce_scale_KC * ce_KC).sum(), ce_scale_KC
+    pulls = []
+    for weight, divergence in compared.weighted:
+        divergence_scale_KC = weight * scale_KC * counts_KC
+        loss = loss + (divergence_scale_KC * divergence.value_KC).sum()
+        total_KC = total_KC + divergence_scale_KC * divergence.total_KC
+        pulls.append((divergence.pull_KCV, divergence_scale_KC[..., None]))
+    grad_KCV = q_KCV.mul_(total_KC[..., None])  # the last use of q, and no pull is q itself
+    grad_KCV.scatter_add_(-1, index_KC1, -ce_scale_KC[..., None])
+    for pull_KCV, scale_KC1 in pulls:
+        grad_KCV.addcmul_(pull_KCV, scale_KC1, value=-1)
+
+    sums = Statistics(
+        counts_KC, inside_KC, ce_KC, compared.kl_KC * counts_KC,
+        *_guesses(logits_KCV, index_KC1, counts_KC, inside_KC),
+        compared.acceptance_KC * counts_KC, compared.lost_mass_KC * counts_KC,
+    )  # fmt: skip
+    return loss, grad_KCV, torch.stack([each.sum(1).float() for each in sums])
+
+
+class _Compared(NamedTuple):
+    """The heads against the target in one chunk; what the objective does not need is 0."""
+
+    weighted: list[tuple[Tensor | float, Divergence]]  # each with its weight, a number or [K, C]
+    kl_KC: Tensor
+    acceptance_KC: Tensor
+    lost_mass_KC: Tensor
+
+
+def _compare(objective: Objective, teacher: TeacherChunk | None, q_KCV: Tensor, log_q_KCV: Tensor) -> _Compared:
+    kl_KC = acceptance_KC = lost_mass_KC = q_KCV.new_zeros(q_KCV.shape[:2])
+    weighted: list[tuple[Tensor | float, Divergence]] = []
+    if teacher is None:
+        return _Compared(weighted, kl_KC, acceptance_KC, lost_mass_KC)
+    if objective.needs_acceptance:
+        acceptance_KC, lost_mass_KC = acceptance(teacher, q_KCV), teacher.lost_mass()
+    kl_weight, tv_weight = objective.kl_and_tv_weights(acceptance_KC)
+    if objective.kl_weight or objective.hybrid_weight:
+        kl = forward_kl(teacher, log_q_KCV)
+        kl_KC = kl.value_KC
+        weighted.append((kl_weight, kl))
+    if objective.reverse_kl_weight:
+        weighted.append((objective.reverse_kl_weight, reverse_kl(teacher, q_KCV, log_q_KCV)))
+    if objective.tv_weight or objective.hybrid_weight:
+        weighted.append((tv_weight, total_variation(teacher, q_KCV, acceptance_KC)))
+    return _Compared(weighted, kl_KC, acceptance_KC, lost_mass_KC)
+
+
+def _product_before(factor_KC: Tensor) -> Tensor:
+    """For head k the product of the factors of heads 0..k-1."""
+    return torch.cat([torch.ones_like(factor_KC[:1]), factor_KC[:-1]]).cumprod(0)
+
+
+def _guesses(
+    logits_KCV: Tensor, index_KC1: Tensor, counts_KC: Tensor, inside_KC: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the first guesses are worth [K, C]: top1, top5, top10, offered, chain of `Statistics`."""
     ranks_KC = (logits_KCV > logits_KCV.gather(-1, index_KC1)).sum(-1)
     top1_KC, top5_KC, top10_KC = [(ranks_KC < top) & inside_KC for top in TOP]
-    chain_KC = top1_KC.cumprod(0)
-    offered_KC = counts_KC & torch.cat([torch.ones_like(chain_KC[:1]), chain_KC[:-1]]).bool()
-
-    row_scale_KC1 = scale_K[:, None, None]
-    ce_scale_KC1 = objective.ce_weight * row_scale_KC1 * inside_KC[..., None]
-    grad_KCV = q_KCV * ce_scale_KC1
-    grad_KCV.scatter_add_(-1, index_KC1, -ce_scale_KC1.expand_as(index_KC1))
-    loss_KC = objective.ce_weight * ce_KC
-    kl_KC = torch.zeros_like(ce_KC)
-    if teacher_KCV is not None:
-        kl_KC = (teacher_KCV * (teacher_KCV.clamp_min(1e-30).log() - log_q_KCV)).sum(-1) * counts_KC
-        kl_scale_KC1 = objective.kl_weight * row_scale_KC1 * counts_KC[..., None]
-        grad_KCV += (q_KCV - teacher_KCV) * kl_scale_KC1
-        loss_KC = loss_KC + objective.kl_weight * kl_KC
-    sums = Statistics(counts_KC, inside_KC, ce_KC, kl_KC, top1_KC, top5_KC, top10_KC, offered_KC, chain_KC)
-    return (loss_KC * scale_K[:, None]).sum(), grad_KCV, torch.stack([each.sum(1).float() for each in sums])
+    offered_KC = counts_KC & _product_before(top1_KC).bool()
+    return top1_KC, top5_KC, top10_KC, offered_KC, top1_KC.cumprod(0)
 
 
 def _add_weight_gradient(grad_weight: Tensor, grad_logits_KCV: Tensor, hidden_KCD: Tensor) -> None:
