@@ -28,14 +28,13 @@ from heads.export.files import (
     write_json,
     write_tensors,
 )
+from heads.family import DraftHeads
 from heads.identity import TargetIdentity, check, identify
-from heads.medusa import MedusaHeads
 from heads.target import DTYPES, Target
 from heads.vocabulary import check_offsets, from_offsets
 
 FORMAT, FORMAT_VERSION = "headstart", 1
 WEIGHTS_FILE = "model.safetensors"
-NORM = "the target's final norm is applied"
 SAVED_DTYPES = ("float32", "bfloat16")
 KEYS = {
     "format": "headstart",
@@ -52,7 +51,7 @@ KEYS = {
 
 
 def save_heads(
-    heads: MedusaHeads,
+    heads: DraftHeads,
     directory: str | Path,
     identity: TargetIdentity,
     extra: Mapping[str, Any] | None = None,
@@ -73,7 +72,7 @@ def save_heads(
         "format_version": FORMAT_VERSION,
         "kind": heads.kind,
         "taps": list(heads.taps),
-        "norm": NORM,
+        "norm": heads.norm,
         "heads": asdict(heads.config),
         "draft_vocab_size": len(heads.d2t),
         "dtype": dtypes.pop(),
@@ -85,7 +84,7 @@ def save_heads(
         write_json(fresh / CONFIG_FILE, config)
 
 
-def load_heads(directory: str | Path, target: Target, *, allow_other_weights: bool = False) -> MedusaHeads:
+def load_heads(directory: str | Path, target: Target, *, allow_other_weights: bool = False) -> DraftHeads:
     """Read heads in the dtype in which they were saved and bind them to the target.
 
     allow_other_weights: accept a fine-tune of the target that the heads were trained on.
@@ -103,6 +102,9 @@ def load_heads(directory: str | Path, target: Target, *, allow_other_weights: bo
     family = HEADS[config["kind"]]
     family_config = from_json(family.config_class, config["heads"], f"{where}: heads")
     heads = family(family_config, saved.hidden_size, saved.vocab_size, draft_ids).to(DTYPES[config["dtype"]])
+    for key, right in (("taps", list(heads.taps)), ("norm", heads.norm)):
+        if config[key] != right:
+            raise ValueError(f"{where}: {key}={config[key]!r}, but these {heads.kind} heads read {right!r}")
     expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in heads.state_dict().items()}
     check_tensors(tensors, expected, directory / WEIGHTS_FILE)
     if len(wrong := (tensors["t2d"] != heads.t2d).nonzero()):
@@ -138,9 +140,6 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{path} lacks {', '.join(missing)}; save the heads again")
     if config["kind"] not in HEADS:
         raise ValueError(f"{path}: kind={config['kind']!r} is unknown; known are {', '.join(HEADS)}")
-    for key, right in (("taps", list(HEADS[config["kind"]].taps)), ("norm", NORM)):
-        if config[key] != right:
-            raise ValueError(f"{path}: {key}={config[key]!r}, but {config['kind']} heads read {right!r}")
     if config["dtype"] not in SAVED_DTYPES:
         raise ValueError(f"{path}: dtype={config['dtype']!r} must be one of {', '.join(SAVED_DTYPES)}")
     return config

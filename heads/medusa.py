@@ -7,16 +7,16 @@ Paper: arXiv 2401.10774. All heads run as one stacked product. Unlike the origin
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.alignment import IGNORE, find_anchors
-from heads.objectives import Objective, Teacher, chunked_loss
-from heads.target import FINAL_NORM, Target
-from heads.vocabulary import draft_index, from_offsets, membership, to_offsets
+from heads.alignment import find_anchors
+from heads.family import DraftHeads
+from heads.objectives import Objective, chunked_loss
+from heads.target import FINAL_NORM
 
 # Shapes: B batch, T tokens, N rows, K heads, L layers, D hidden, V vocabulary, Vd draft vocabulary
 
@@ -55,67 +55,33 @@ class MedusaConfig:
             raise ValueError("heads.init=regression starts own LM heads; with heads.lm_head=shared use init=target")
 
 
-class MedusaHeads(nn.Module):
-    """K Medusa heads over the token ids `draft_ids` [Vd] (ascending) of one target.
-
-    `forward` is the training objective; `draft_logits` serves decoding.
-    """
+class MedusaHeads(DraftHeads):
+    """K Medusa heads; `forward` is the training objective, `draft_logits` serves decoding."""
 
     kind = "medusa"
     config_class = MedusaConfig
-    taps: tuple[str, ...] = (FINAL_NORM,)
 
     def __init__(self, config: MedusaConfig, hidden_size: int, vocab_size: int, draft_ids: Tensor):
-        super().__init__()
-        self.config = config
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        super().__init__(config, hidden_size, vocab_size, draft_ids)
         K, L, D = config.num_heads, config.num_layers, hidden_size
         self.block_weight = nn.Parameter(torch.zeros(L, K, D, D))
         self.block_bias = nn.Parameter(torch.zeros(L, K, D))
         if config.lm_head == "own":
             self.lm_head_weight = nn.Parameter(torch.zeros(K, len(draft_ids), D))
-        self.d2t: Tensor
-        self.t2d: Tensor
-        self.register_buffer("d2t", to_offsets(draft_ids))
-        self.register_buffer("t2d", membership(draft_ids, vocab_size))
-        self.draft_index_V: Tensor
-        self.target_rows_VD: Tensor
-        self.register_buffer("draft_index_V", draft_index(draft_ids, vocab_size), persistent=False)
-        self.register_buffer("target_rows_VD", torch.empty(0), persistent=False)
-        self.softcap: float | None = None
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        return (FINAL_NORM,)
 
     @property
     def depth(self) -> int:
-        """How many tokens ahead the heads guess."""
         return self.config.num_heads
 
     @property
-    def draft_ids(self) -> Tensor:
-        """Token ids [Vd] of the draft vocabulary."""
-        return from_offsets(self.d2t)
+    def forecasts(self) -> bool:
+        return self.config.init == "regression"
 
-    def bind(self, target: Target) -> "MedusaHeads":
-        """Take from the target what is not stored with the heads: its LM head's rows (teacher and shared head).
-
-        Raises:
-            ValueError: if the target has another width or vocabulary, or an LM head with a bias.
-        """
-        for name in ("hidden_size", "vocab_size"):
-            if getattr(self, name) != getattr(target, name):
-                raise ValueError(
-                    f"heads were made for {name}={getattr(self, name)} but the target has {getattr(target, name)}; "
-                    "load the target that they were trained on"
-                )
-        if target.lm_head.bias is not None:
-            raise ValueError("the target's LM head has a bias, which Medusa heads cannot carry; use another target")
-        self.to(target.device)
-        weight_VD = target.lm_head.weight.detach()
-        full = len(self.d2t) == self.vocab_size
-        self.target_rows_VD = weight_VD if full else weight_VD[self.draft_ids]
-        self.softcap = target.softcap
-        return self
-
-    def initialise(self) -> "MedusaHeads":
+    def initialise(self) -> Self:
         """Start own LM heads as the target's rows: head k first repeats the target's guess of x[t+1]."""
         if self.config.lm_head == "own":
             self.lm_head_weight.data.copy_(self.target_rows_VD.expand_as(self.lm_head_weight))
@@ -152,31 +118,17 @@ class MedusaHeads(nn.Module):
         ids_BT: Tensor,
         supervised_BT: Tensor,
         documents_BT: Tensor,
+        positions_BT: Tensor,
         label_counts_K: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The loss of a batch and its statistics [9, K] (see `Statistics`).
-
-        label_counts_K: labels of each head in the whole optimiser step, so that micro-batches and processes add up.
-        """
-        objective = self.config.objective
         anchors = find_anchors(ids_BT, supervised_BT, documents_BT, self.config.num_heads)
         hidden_RD = features[FINAL_NORM].flatten(0, 1)
-        decay_K = objective.decay ** torch.arange(self.config.num_heads, device=hidden_RD.device)
-        no_label = anchors.labels_KN == IGNORE
-        teacher = Teacher(hidden_RD, anchors.future_rows(), self.target_rows_VD.to(hidden_RD.dtype), self.softcap)
         return chunked_loss(
             self.states(hidden_RD[anchors.rows_N]),
             self.lm_head(),
             anchors.labels_KN,
-            torch.where(no_label, IGNORE, self.draft_index_V[anchors.labels_KN.clamp_min(0)]),
-            decay_K / label_counts_K.clamp_min(1),
-            objective,
-            teacher,
+            self.draft_labels(anchors.labels_KN),
+            self.head_scale(self.config.objective, label_counts_K),
+            self.config.objective,
+            self.teacher(self.config.objective, hidden_RD, anchors.future_rows()),
         )
-
-    def describe(self) -> dict[str, Any]:
-        """What a run logs once."""
-        return {
-            "parameters": sum(parameter.numel() for parameter in self.parameters()),
-            "draft_vocab_size": len(self.d2t),
-        }

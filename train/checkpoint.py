@@ -22,9 +22,9 @@ from torch import Tensor
 
 from data.prepared import file_sha256
 from heads.export.files import CONFIG_FILE, replacing, write_tensors
+from heads.family import DraftHeads
 from heads.identity import TargetIdentity
 from heads.layout import WEIGHTS_FILE, save_heads
-from heads.medusa import MedusaHeads
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RunState:
 
 
 def save(
-    root: Path, heads: MedusaHeads, optimizer: dict[str, Tensor], state: RunState, identity: TargetIdentity
+    root: Path, heads: DraftHeads, optimizer: dict[str, Tensor], state: RunState, identity: TargetIdentity
 ) -> Path:
     """Write one checkpoint below `root` and return its directory.
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from data.batches import BatchLoader
 from eval.benchmark import measure_tau
 from eval.prompts import EvalPrompt
+from heads.family import DraftHeads
 from heads.identity import TargetIdentity, identify
 from heads.layout import load_heads
-from heads.medusa import MedusaHeads
 from heads.target import FINAL_NORM, Target
 from heads.warm_start import LinearForecast
 from train import checkpoint, start
@@ -52,7 +52,7 @@ class Run:
     identity: TargetIdentity
     prompts: list[EvalPrompt]
     loader: BatchLoader
-    heads: MedusaHeads
+    heads: DraftHeads
     model: nn.Module
     source: FeatureSource
     trainable: dict[str, nn.Parameter]
@@ -87,7 +87,7 @@ class Run:
 
     def warm_start(self) -> None:
         """Before the first step, start LM heads from a linear forecast if they ask for it."""
-        if self.done or self.heads.config.init != "regression":
+        if self.done or not self.heads.forecasts:
             return
         forecast = LinearForecast(self.heads.depth, self.heads.hidden_size, self.accelerator.device)
         tokens = 0
@@ -102,7 +102,8 @@ class Run:
                 break
         forecast.combine(lambda sums: cast(Tensor, self.accelerator.reduce(sums, "sum")))
         self.heads.start_from(forecast.solve())
-        broadcast(self.heads.lm_head_weight.data)
+        for parameter in self.heads.parameters():
+            broadcast(parameter.data)
         logger.info("LM heads start from a linear forecast over %d supervised tokens", tokens)
 
     def measure(self) -> None:
@@ -192,7 +193,7 @@ def start_run(config: TrainConfig) -> Run:
         model=accelerator.prepare(heads),
         source=FeatureSource(
             target,
-            heads.taps,
+            heads.training_taps,
             start.compute_dtype(config.trainer.precision, target),
             config.trainer.keep_features,
         ),

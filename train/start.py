@@ -17,7 +17,7 @@ from data.prepared import PreparedData
 from data.shards import prepare
 from eval.prompts import EvalPrompt, load_prompts
 from heads import HEADS, vocabulary
-from heads.medusa import MedusaHeads
+from heads.family import DraftHeads
 from heads.target import DTYPES, Target, load_target, preferred_dtype
 from train import checkpoint
 from train.config import TrainConfig
@@ -85,7 +85,7 @@ def load_probes(config: TrainConfig, target: Target) -> list[EvalPrompt]:
     return load_prompts(config.data.heldout, target, config.trainer.eval_prompts)
 
 
-def build_heads(config: TrainConfig, target: Target, prepared: PreparedData) -> MedusaHeads:
+def build_heads(config: TrainConfig, target: Target, prepared: PreparedData) -> DraftHeads:
     """New heads on `target`, over the token ids that the data supervises most."""
     torch.manual_seed(config.seed)
     counts_V = prepared.token_counts(target.vocab_size)
@@ -96,7 +96,8 @@ def build_heads(config: TrainConfig, target: Target, prepared: PreparedData) -> 
         draft_ids = vocabulary.most_frequent(counts_V, size, target.eos_ids)
         share = vocabulary.coverage(counts_V, draft_ids)
         logger.info("draft vocabulary: %d of %d ids, %.2f%% of the tokens", size, target.vocab_size, 100 * share)
-    heads = HEADS[config.kind](config.heads, target.hidden_size, target.vocab_size, draft_ids)
+    family = HEADS[config.kind]
+    heads = family(family.resolve(config.heads, target), target.hidden_size, target.vocab_size, draft_ids)
     return heads.bind(target).initialise()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from data.batches import Step
 from heads.alignment import label_counts
-from heads.medusa import MedusaHeads
+from heads.family import DraftHeads
 from train.features import FeatureSource
 
 # Shapes: B rows, T tokens, D hidden, K heads, S statistics (heads.objectives.Statistics)
@@ -20,7 +20,7 @@ from train.features import FeatureSource
 def accumulate_gradients(
     step: Step,
     source: FeatureSource,
-    heads: MedusaHeads,
+    heads: DraftHeads,
     model: nn.Module,
     accelerator: Accelerator,
 ) -> tuple[float, Tensor]:
@@ -37,7 +37,9 @@ def accumulate_gradients(
         features = source(batch)
         last = index == len(step.micro_batches) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            loss, statistics_SK = model(features, batch.ids_BT, batch.supervised_BT, batch.documents_BT, counts_K)
+            loss, statistics_SK = model(
+                features, batch.ids_BT, batch.supervised_BT, batch.documents_BT, batch.positions_BT, counts_K
+            )
             # Processes average their gradients, but the losses are parts of one sum.
             accelerator.backward(loss * accelerator.num_processes)
         sums.append(torch.cat([loss.detach()[None], statistics_SK.flatten()]).double())

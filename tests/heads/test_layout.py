@@ -159,7 +159,7 @@ def test_wrong_tensors_are_named(target, saved, changes, message):
         ({"format": "eagle"}, "format='eagle' is not 'headstart'; .*import_heads"),
         ({"format_version": 2}, "format_version=2, this version of Headstart reads 1"),
         ({"kind": "oracle"}, "kind='oracle' is unknown; known are .*medusa"),
-        ({"taps": ["post_block[1]"]}, r"taps=\['post_block\[1\]'\], but medusa heads read \['final_norm'\]"),
+        ({"taps": ["post_block[1]"]}, r"taps=\['post_block\[1\]'\], but these medusa heads read \['final_norm'\]"),
         ({"norm": "none"}, "norm='none'"),
         ({"dtype": "float16"}, "dtype='float16' must be one of float32, bfloat16"),
         ({"dtype": "bfloat16"}, r"block_weight is torch\.float32, not torch\.bfloat16"),

@@ -34,7 +34,7 @@ def test_only_the_heads_get_gradients(lm_head, tiny_target, random_heads):
     ids = torch.randint(0, 256, (2, 12))
     places, documents = torch.arange(12).expand(2, 12), torch.zeros(2, 12, dtype=torch.long)
     features = target.features(ids, places, documents)
-    loss, _ = heads(features, ids, torch.ones(2, 12).bool(), documents, torch.tensor([20, 18]))
+    loss, _ = heads(features, ids, torch.ones(2, 12).bool(), documents, places, torch.tensor([20, 18]))
     loss.backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in heads.parameters())
     assert all(parameter.grad is None for parameter in target.model.parameters())
@@ -53,7 +53,7 @@ def test_padding_and_company_do_not_change_the_loss(tiny_target, random_heads):
 
     def loss_of(ids, supervised, documents):
         places = torch.arange(ids.shape[1]).expand_as(ids) * (documents >= 0)
-        return heads(target.features(ids, places, documents), ids, supervised, documents, counts)[0]
+        return heads(target.features(ids, places, documents), ids, supervised, documents, places, counts)[0]
 
     alone = loss_of(row, supervised, torch.zeros_like(row))
     padded = loss_of(

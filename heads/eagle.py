@@ -1,0 +1,263 @@
+"""EAGLE heads: a small autoregressive drafter over the target's features, and EAGLE-1, the first of them.
+
+At position t, step s reads a feature and the embedding of the next token and gives the state that guesses the one
+after it; the state is also the feature of step s + 1:
+
+    (u_s[t], e(x[t+1+s])) -> layer -> state_s[t] -> LM head -> guess of x[t+2+s]
+                                          \\-> u_{s+1}[t]
+
+EAGLE-1 (arXiv 2401.15077): u_0 is the target's `final_norm` feature, embedding and feature are joined by one linear
+map, the state is trained to be the next feature and is read by the target's own frozen LM head.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.alignment import IGNORE, Anchors, find_anchors
+from heads.eagle_layer import EagleCache, EagleLayer, LayerShape, cached_attention, unrolled_attention
+from heads.family import DraftHeads
+from heads.masks import additive
+from heads.objectives import Objective, chunked_loss
+from heads.target import FINAL_NORM, Target
+
+# Shapes: B batch, T tokens, A most anchors of a row, N anchors or tree nodes, S steps, D hidden, C cached rows,
+# V vocabulary, Vd draft vocabulary
+
+
+class EagleHeads(DraftHeads):
+    """What EAGLE-1 and EAGLE-3 share: the unrolled training forward, and the cached one for drafting."""
+
+    layer: EagleLayer
+
+    @classmethod
+    def resolve(cls, config: Any, target: Target) -> Any:
+        return replace(config, layer=layer_shape(config.layer, target))
+
+    @property
+    def depth(self) -> int:
+        return self.config.num_steps
+
+    @property
+    def training_taps(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.taps, FINAL_NORM)))
+
+    @abstractmethod
+    def fuse(self, features: dict[str, Tensor]) -> Tensor:
+        """The features u_0 of step 0 from the target's: [..., D]."""
+
+    @abstractmethod
+    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """What the attention reads [..., I] and the residual stream [..., D] that it adds to."""
+
+    @abstractmethod
+    def read(self, state: Tensor) -> Tensor:
+        """What the LM head reads of a state [..., D]."""
+
+    @abstractmethod
+    def feed(self, state: Tensor) -> Tensor:
+        """The feature [..., D] of the next step."""
+
+    @abstractmethod
+    def lm_head(self) -> Tensor:
+        """The LM head's rows [Vd, D]."""
+
+    def embed(self, ids: Tensor, like: Tensor) -> Tensor:
+        """The target's embeddings [..., D] of token ids, in the dtype of `like`."""
+        return self.target.embed(ids).to(like.dtype)
+
+    def unroll(
+        self, fused_BTD: Tensor, ids_BT: Tensor, documents_BT: Tensor, positions_BT: Tensor, places_BA: Tensor
+    ) -> Tensor:
+        """The states [S, B, A, D] of all steps at the positions `places_BA`, with the data's tokens as drafts."""
+        T, window = ids_BT.shape[1], self.config.layer.sliding_window
+        next_BT = ids_BT.roll(-1, 1)  # the last token's is of no account: no anchor sees so far
+        inputs_BTI, _ = self.enter(self.embed(next_BT, fused_BTD), fused_BTD)
+        key_BGTd, value_BGTd = self.layer.keys_values(inputs_BTI, positions_BT)
+        feature_BAD = fused_BTD.gather(1, places_BA[..., None].expand(-1, -1, fused_BTD.shape[-1]))
+        own: list[tuple[Tensor, Tensor]] = []
+        states = []
+        for step in range(self.depth):
+            tokens_BA = ids_BT.gather(1, (places_BA + 1 + step).clamp_max(T - 1))
+            at_BA = positions_BT.gather(1, places_BA) + step
+            inputs_BAI, residual_BAD = self.enter(self.embed(tokens_BA, feature_BAD), feature_BAD)
+            if step:
+                own.append(self.layer.keys_values(inputs_BAI, at_BA))
+            visible_BAT = causal_visibility(places_BA, documents_BT, positions_BT, step, window)
+            attended_BHAd = unrolled_attention(
+                self.layer.queries(inputs_BAI, at_BA), key_BGTd, value_BGTd,
+                additive(visible_BAT, fused_BTD.dtype), own if window is None else own[-window:],
+            )  # fmt: skip
+            states.append(self.layer.finish(residual_BAD, attended_BHAd))
+            feature_BAD = self.feed(states[-1])
+        return torch.stack(states)
+
+    def forward(
+        self,
+        features: dict[str, Tensor],
+        ids_BT: Tensor,
+        supervised_BT: Tensor,
+        documents_BT: Tensor,
+        positions_BT: Tensor,
+        label_counts_K: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        anchors = find_anchors(ids_BT, supervised_BT, documents_BT, self.depth)
+        places_BA, valid_BA = anchor_table(anchors.rows_N, *ids_BT.shape)
+        fused_BTD = self.perturb(self.fuse(features))
+        states_SND = self.unroll(fused_BTD, ids_BT, documents_BT, positions_BT, places_BA)[:, valid_BA]
+        hidden_RD = features[FINAL_NORM].flatten(0, 1)
+        scale_K = self.head_scale(self.config.objective, label_counts_K)
+        loss, statistics = chunked_loss(
+            self.read(states_SND),
+            self.lm_head(),
+            anchors.labels_KN,
+            self.draft_labels(anchors.labels_KN),
+            scale_K,
+            self.config.objective,
+            self.teacher(self.config.objective, hidden_RD, anchors.future_rows()),
+        )
+        return loss + self.regression(states_SND, hidden_RD, anchors, scale_K), statistics
+
+    def perturb(self, fused_BTD: Tensor) -> Tensor:
+        """Training noise on the features, if the family has any."""
+        return fused_BTD
+
+    def regression(self, states_SND: Tensor, hidden_RD: Tensor, anchors: Anchors, scale_K: Tensor) -> Tensor | float:
+        """A loss on the states themselves, if the family has one."""
+        return 0.0
+
+    def new_cache(self, capacity: int) -> EagleCache:
+        weight = self.layer.o_proj.weight
+        return EagleCache(self.layer, capacity, weight.device, weight.dtype)
+
+    def draft(
+        self,
+        feature_ND: Tensor,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        cache: EagleCache,
+        start: int,
+        visible_NS: Tensor | None,
+    ) -> Tensor:
+        """The states [N, D] behind N tokens, whose keys become the cache's rows from `start`; None sees all rows."""
+        inputs_NI, residual_ND = self.enter(self.embed(tokens_N, feature_ND), feature_ND)
+        key_BGNd, value_BGNd = self.layer.keys_values(inputs_NI[None], positions_N[None])
+        cache.write(start, key_BGNd[0], value_BGNd[0])
+        query_BHNd = self.layer.queries(inputs_NI[None], positions_N[None])
+        mask_NS = None if visible_NS is None else additive(visible_NS, feature_ND.dtype)
+        attended_HNd = cached_attention(query_BHNd[0], cache, start + len(tokens_N), mask_NS)
+        return self.layer.finish(residual_ND[None], attended_HNd[None])[0]
+
+    def draft_logits(self, state_ND: Tensor) -> Tensor:
+        """The guesses [N, Vd] of states."""
+        return F.linear(self.read(state_ND), self.lm_head().to(state_ND.dtype))
+
+
+def anchor_table(rows_N: Tensor, B: int, T: int) -> tuple[Tensor, Tensor]:
+    """Anchors by row of the batch: places [B, A] and which entries are anchors [B, A], in the order of rows_N."""
+    counts_B = torch.bincount(rows_N // T, minlength=B)
+    valid_BA = torch.arange(int(counts_B.max()), device=rows_N.device) < counts_B[:, None]
+    places_BA = torch.zeros(valid_BA.shape, dtype=torch.long, device=rows_N.device)
+    places_BA[valid_BA] = rows_N % T
+    return places_BA, valid_BA
+
+
+def causal_visibility(
+    places_BA: Tensor, documents_BT: Tensor, positions_BT: Tensor, step: int, window: int | None
+) -> Tensor:
+    """Which step-0 keys a query of step `step` at `places_BA` sees: [B, A, T]."""
+    T = documents_BT.shape[1]
+    visible_BAT = torch.arange(T, device=places_BA.device) <= places_BA[..., None]
+    visible_BAT &= documents_BT.gather(1, places_BA)[..., None] == documents_BT[:, None]
+    if window is not None:
+        visible_BAT &= positions_BT.gather(1, places_BA)[..., None] + step - positions_BT[:, None] < window
+    return visible_BAT
+
+
+def layer_shape(given: LayerShape, target: Target) -> LayerShape:
+    """`given` with what it leaves open taken from the target."""
+    config = target.text_config.to_dict()
+    heads = config["num_attention_heads"]
+    rope = config["rope_parameters"]
+    defaults = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or target.hidden_size // heads,
+        "intermediate_size": config["intermediate_size"],
+        "rms_norm_eps": config["rms_norm_eps"],
+        "rope_parameters": rope.get("full_attention", rope),  # Gemma 3 has one set for each kind of layer
+        "max_position_embeddings": config["max_position_embeddings"],
+    }
+    return replace(given, **{name: value for name, value in defaults.items() if not getattr(given, name)})
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """`conf/heads/eagle.yaml`.
+
+    num_steps: unrolled training steps; 1 is EAGLE-1 as published.
+    regression_weight: of the smooth L1 distance between states and the target's next features.
+    noise: half the width of the uniform noise on the features in training.
+    bias: of the map that joins embedding and feature; engines drop it.
+    """
+
+    num_steps: int = 1
+    bias: bool = False
+    noise: float = 0.1
+    regression_weight: float = 1.0
+    draft_vocab_size: int | None = None
+    layer: LayerShape = field(default_factory=LayerShape)
+    objective: Objective = field(default_factory=lambda: Objective(ce_weight=0.0, kl_weight=0.1))
+
+    def __post_init__(self):
+        if self.num_steps < 1:
+            raise ValueError(f"heads.num_steps={self.num_steps} must be at least 1")
+        for name in ("noise", "regression_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"heads.{name}={getattr(self, name)} must be at least 0; 0 turns it off")
+
+
+class Eagle1Heads(EagleHeads):
+    """EAGLE-1: feature regression and the target's own LM head."""
+
+    kind = "eagle"
+    config_class = EagleConfig
+
+    def __init__(self, config: EagleConfig, hidden_size: int, vocab_size: int, draft_ids: Tensor):
+        super().__init__(config, hidden_size, vocab_size, draft_ids)
+        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=config.bias)
+        self.layer = EagleLayer(config.layer, hidden_size, hidden_size)
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        return (FINAL_NORM,)
+
+    def fuse(self, features: dict[str, Tensor]) -> Tensor:
+        return features[FINAL_NORM]
+
+    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        # No norm before the attention: the published layer has none.
+        joined = self.fc(torch.cat([embedding, feature], -1))
+        return joined, joined
+
+    def read(self, state: Tensor) -> Tensor:
+        return state
+
+    def feed(self, state: Tensor) -> Tensor:
+        return state
+
+    def lm_head(self) -> Tensor:
+        return self.target_rows_VD
+
+    def perturb(self, fused_BTD: Tensor) -> Tensor:
+        return fused_BTD + (2 * torch.rand_like(fused_BTD) - 1) * self.config.noise
+
+    def regression(self, states_SND: Tensor, hidden_RD: Tensor, anchors: Anchors, scale_K: Tensor) -> Tensor | float:
+        future_SND = hidden_RD[anchors.future_rows()].to(states_SND.dtype)
+        distance_SN = F.smooth_l1_loss(states_SND, future_SND, reduction="none").mean(-1).float()
+        counted_SN = distance_SN * (anchors.labels_KN != IGNORE)
+        return self.config.regression_weight * (counted_SN.sum(1) * scale_K).sum()

@@ -1,0 +1,115 @@
+"""EAGLE-3 heads (arXiv 2503.01840): three fused taps, training-time test, an LM head of their own.
+
+    fc(taps[t]) = u_0[t]                                                  [norms before fc by option]
+    cat(input_layernorm(e(x[t+1+s])), hidden_norm(u_s[t])) -> attention   [residual: u_s[t], or its norm by option]
+    state -> norm -> LM head over the draft vocabulary
+    state (or its norm, by option) -> u_{s+1}[t]
+
+The defaults are the conventions that every engine loads; the options are those of EAGLE-3.1 and of speculators.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from heads.eagle import EagleHeads
+from heads.eagle_layer import EagleLayer, LayerShape
+from heads.objectives import Objective
+from heads.target import Target
+
+# Shapes: B batch, T tokens, D hidden, V vocabulary, Vd draft vocabulary
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """`conf/heads/eagle3.yaml`.
+
+    num_steps: unrolled training steps. taps: the target's decoder blocks (0-based) whose outputs are fused; None takes
+    1, n//2-1 and n-4. norm_before_residual: the residual stream starts from the normed feature. norm_before_fc: one
+    norm over the joined taps (speculators). fc_norm: a norm for each tap. norm_output: feed the normed state back.
+    """
+
+    num_steps: int = 4
+    taps: list[int] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    draft_vocab_size: int | None = None
+    layer: LayerShape = field(default_factory=LayerShape)
+    objective: Objective = field(default_factory=lambda: Objective(ce_weight=0.0, kl_weight=1.0))
+
+    def __post_init__(self):
+        if self.num_steps < 1:
+            raise ValueError(f"heads.num_steps={self.num_steps} must be at least 1")
+        if self.taps is not None and (not self.taps or sorted(set(self.taps)) != self.taps or self.taps[0] < 0):
+            raise ValueError(f"heads.taps={self.taps} must be ascending numbers of decoder blocks, from 0, none twice")
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("heads.norm_before_fc and heads.fc_norm exclude each other; choose one")
+
+
+class Eagle3Heads(EagleHeads):
+    """EAGLE-3: own LM head, fused taps."""
+
+    kind = "eagle3"
+    config_class = Eagle3Config
+    norm = "none: outputs of decoder blocks"
+
+    def __init__(self, config: Eagle3Config, hidden_size: int, vocab_size: int, draft_ids: Tensor):
+        super().__init__(config, hidden_size, vocab_size, draft_ids)
+        assert config.taps is not None, "resolve() fills in the taps"
+        D, eps = hidden_size, config.layer.rms_norm_eps
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(len(config.taps) * D, eps)
+        if config.fc_norm:
+            self.fc_norms = nn.ModuleList(LlamaRMSNorm(D, eps) for _ in config.taps)
+        self.fc = nn.Linear(len(config.taps) * D, D, bias=False)
+        self.input_layernorm = LlamaRMSNorm(D, eps)
+        self.hidden_norm = LlamaRMSNorm(D, eps)
+        self.layer = EagleLayer(config.layer, D, 2 * D)
+        self.final_norm = LlamaRMSNorm(D, eps)
+        self.lm_head_weight = nn.Parameter(torch.zeros(len(draft_ids), D))
+
+    @classmethod
+    def resolve(cls, config: Any, target: Target) -> Any:
+        """Raises `ValueError` for a tap that the target does not have."""
+        n = target.num_layers
+        taps = config.taps or sorted({min(max(block, 0), n - 1) for block in (1, n // 2 - 1, n - 4)})
+        if taps[-1] >= n:
+            raise ValueError(f"heads.taps={taps} must be below {n}, the target's number of decoder blocks")
+        return replace(super().resolve(config, target), taps=taps)
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        return tuple(f"post_block[{block}]" for block in self.config.taps)
+
+    @torch.no_grad()
+    def initialise(self) -> Self:
+        """Start the LM head as the target's rows and the features as the last tap."""
+        self.lm_head_weight.copy_(self.target_rows_VD)
+        self.fc.weight[:, -self.hidden_size :] += torch.eye(self.hidden_size, device=self.fc.weight.device)
+        return self
+
+    def fuse(self, features: dict[str, Tensor]) -> Tensor:
+        parts = [features[tap] for tap in self.taps]
+        if self.config.fc_norm:
+            parts = [norm(part) for norm, part in zip(self.fc_norms, parts, strict=True)]
+        joined = torch.cat(parts, -1)
+        return self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
+
+    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.hidden_norm(feature)
+        inputs = torch.cat([self.input_layernorm(embedding), normed], -1)
+        return inputs, normed if self.config.norm_before_residual else feature
+
+    def read(self, state: Tensor) -> Tensor:
+        return self.final_norm(state)
+
+    def feed(self, state: Tensor) -> Tensor:
+        return self.final_norm(state) if self.config.norm_output else state
+
+    def lm_head(self) -> Tensor:
+        return self.lm_head_weight

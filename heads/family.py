@@ -1,0 +1,150 @@
+"""What every family of heads is to the rest of the program: one small interface for training, saving and binding.
+
+A family is a config dataclass and a subclass of `DraftHeads`, listed in `heads.HEADS`. How its heads draft while
+decoding is the business of a drafter in `eval/`.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from heads.objectives import Objective, Teacher
+from heads.target import Target
+from heads.vocabulary import draft_index, from_offsets, membership, to_offsets
+
+# Shapes: B batch, T tokens, R = B * T rows, K heads or unrolled steps, N anchors, D hidden, V vocabulary,
+# Vd draft vocabulary
+
+
+class DraftHeads(nn.Module, ABC):
+    """Heads over the token ids `draft_ids` [Vd] (ascending) of one target.
+
+    kind: the family's name in configs and files. norm: which norm its features went through.
+    """
+
+    kind: ClassVar[str]
+    config_class: ClassVar[type]
+    norm: ClassVar[str] = "the target's final norm is applied"
+
+    def __init__(self, config: Any, hidden_size: int, vocab_size: int, draft_ids: Tensor):
+        super().__init__()
+        self.config = config
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.d2t: Tensor
+        self.t2d: Tensor
+        self.register_buffer("d2t", to_offsets(draft_ids))
+        self.register_buffer("t2d", membership(draft_ids, vocab_size))
+        self.draft_index_V: Tensor
+        self.target_rows_VD: Tensor
+        self.register_buffer("draft_index_V", draft_index(draft_ids, vocab_size), persistent=False)
+        self.register_buffer("target_rows_VD", torch.empty(0), persistent=False)
+        self._target: list[Target] = []  # in a list, so that its parameters do not become the heads'
+
+    @classmethod
+    def resolve(cls, config: Any, target: Target) -> Any:
+        """`config` with everything spelled out that it leaves to the target."""
+        return config
+
+    @property
+    @abstractmethod
+    def taps(self) -> tuple[str, ...]:
+        """Names of the target's features that the heads read while drafting."""
+
+    @property
+    def training_taps(self) -> tuple[str, ...]:
+        """Names of the target's features that training reads."""
+        return self.taps
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """How many tokens behind the certain one training teaches."""
+
+    @property
+    def forecasts(self) -> bool:
+        """Whether training starts from `heads.warm_start.LinearForecast` (then `start_from` takes its maps)."""
+        return False
+
+    @abstractmethod
+    def forward(
+        self,
+        features: dict[str, Tensor],
+        ids_BT: Tensor,
+        supervised_BT: Tensor,
+        documents_BT: Tensor,
+        positions_BT: Tensor,
+        label_counts_K: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of a batch and its statistics [S, K] (see `heads.objectives.Statistics`).
+
+        label_counts_K: labels of each head in the whole optimiser step, so that micro-batches and processes add up.
+        """
+
+    def initialise(self) -> Self:
+        """Start from what the target knows; needs `bind`."""
+        return self
+
+    def start_from(self, maps_KDD: Tensor) -> None:
+        """Start from the linear forecasts of `LinearForecast.solve`."""
+        raise NotImplementedError
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """Token ids [Vd] of the draft vocabulary."""
+        return from_offsets(self.d2t)
+
+    @property
+    def target(self) -> Target:
+        """The target that the heads are bound to."""
+        return self._target[0]
+
+    def bind(self, target: Target) -> Self:
+        """Take from the target what is not stored with the heads: embeddings, LM head, teacher.
+
+        Raises:
+            ValueError: if the target has another width or vocabulary, or an LM head with a bias.
+        """
+        for name in ("hidden_size", "vocab_size"):
+            if getattr(self, name) != getattr(target, name):
+                raise ValueError(
+                    f"heads were made for {name}={getattr(self, name)} but the target has {getattr(target, name)}; "
+                    "load the target that they were trained on"
+                )
+        if target.lm_head.bias is not None:
+            raise ValueError("the target's LM head has a bias, which heads cannot carry; use another target")
+        self.to(target.device)
+        self._target = [target]
+        weight_VD = target.lm_head.weight.detach()
+        self.target_rows_VD = weight_VD if len(self.d2t) == self.vocab_size else weight_VD[self.draft_ids]
+        return self
+
+    def draft_labels(self, labels_KN: Tensor) -> Tensor:
+        """Draft indices of labels: negative where there is no label or the draft vocabulary lacks it."""
+        return torch.where(labels_KN < 0, labels_KN, self.draft_index_V[labels_KN.clamp_min(0)])
+
+    def teacher(self, objective: Objective, hidden_RD: Tensor, rows_KN: Tensor) -> Teacher:
+        """The target's distributions at rows [K, N] of its `final_norm` features."""
+        rows_VD, all_rows_VD = self.target_rows_VD, self.target.lm_head.weight
+        # The whole LM head is asked only for the mass that the draft vocabulary leaves out.
+        reduced = objective.needs_acceptance and len(rows_VD) < len(all_rows_VD)
+        return Teacher(
+            hidden_RD,
+            rows_KN,
+            rows_VD.to(hidden_RD.dtype),
+            self.target.softcap,
+            all_rows_VD.to(hidden_RD.dtype) if reduced else None,
+        )
+
+    def head_scale(self, objective: Objective, label_counts_K: Tensor) -> Tensor:
+        """What a label's loss of each head counts: decay ** k over the number of its labels."""
+        decay_K = objective.decay ** torch.arange(len(label_counts_K), device=label_counts_K.device)
+        return decay_K / label_counts_K.clamp_min(1)
+
+    def describe(self) -> dict[str, Any]:
+        """What a run logs once."""
+        return {
+            "parameters": sum(parameter.numel() for parameter in self.parameters()),
+            "draft_vocab_size": len(self.d2t),
+        }
