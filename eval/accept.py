@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eval.sampling import Coin, SamplingConfig, probabilities
-from eval.tree import Tree
+from eval.tree import Topology
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Proposal:
     replacement: bool
 
 
-def accept_greedy(tree: Tree, tokens_N: Tensor, logits_NV: Tensor) -> Accepted:
+def accept_greedy(tree: Topology, tokens_N: Tensor, logits_NV: Tensor) -> Accepted:
     """The deepest node whose whole path is the target's argmax, then the argmax there.
 
     The tokens are those of plain greedy decoding as far as the logits are. No host synchronisation.
@@ -63,7 +63,7 @@ def accept_greedy(tree: Tree, tokens_N: Tensor, logits_NV: Tensor) -> Accepted:
 
 
 def accept_typical(
-    tree: Tree,
+    tree: Topology,
     tokens_N: Tensor,
     logits_NV: Tensor,
     temperature: float,
@@ -93,7 +93,9 @@ def accept_typical(
     return _accepted(tree, rating_N, logits_NV.argmax(-1) if coin is None else coin.draw(probs_NV))
 
 
-def accept_sampling(tree: Tree, tokens_N: Tensor, probs_NV: Tensor, proposal: Proposal | None, coin: Coin) -> Accepted:
+def accept_sampling(
+    tree: Topology, tokens_N: Tensor, probs_NV: Tensor, proposal: Proposal | None, coin: Coin
+) -> Accepted:
     """Lossless acceptance: whatever was drafted, the emitted tokens have the target's law.
 
     probs_NV: the target's distribution after each node, from `probabilities`.
@@ -116,23 +118,23 @@ def accept_sampling(tree: Tree, tokens_N: Tensor, probs_NV: Tensor, proposal: Pr
         node = child
 
 
-def _at_parent(tree: Tree, values_N: Tensor) -> Tensor:
+def _at_parent(tree: Topology, values_N: Tensor) -> Tensor:
     """The value (or row) of each node's parent; of the root's parent, some value that is not to be read."""
     return values_N[tree.parents_N]
 
 
-def _reached(tree: Tree, passed_N: Tensor) -> Tensor:
+def _reached(tree: Topology, passed_N: Tensor) -> Tensor:
     """True at the nodes whose path passed as a whole; the root always does."""
     return (passed_N | (tree.depths_N == 0) | ~tree.ancestors_NN).all(-1)
 
 
-def _accepted(tree: Tree, rating_N: Tensor, choice_N: Tensor) -> Accepted:
+def _accepted(tree: Topology, rating_N: Tensor, choice_N: Tensor) -> Accepted:
     """Accepts the path to the node of highest rating, the first of equals; emits the choice made there."""
     node_1 = rating_N.argmax(keepdim=True)  # a scalar tensor would be read on the host to index with it
     return Accepted(path_D=tree.paths_NP[node_1, 1:].squeeze(0), token=choice_N[node_1].squeeze(0))
 
 
-def _accept_drawn(tree: Tree, tokens_N: Tensor, drawn_N: Tensor) -> Accepted:
+def _accept_drawn(tree: Topology, tokens_N: Tensor, drawn_N: Tensor) -> Accepted:
     """Follows the target's own draw at each node for as long as it was drafted.
 
     The same law as to test child x with probability p(x) and after a rejection to zero x and renormalise:

@@ -15,14 +15,15 @@ from eval.decode import (
     plain_generate,
     speculative_generate,
 )
-from eval.drafters import Draft, Drafter, MedusaDrafter
+from eval.drafters import Draft, Drafter
+from eval.drafting import build_drafter
 from eval.metrics import alpha, alpha_rates, tau, tokens_per_s
 from eval.prompts import EvalPrompt
 from eval.records import Divergence, PromptResult, Timing
 from eval.sampling import TorchCoin
 from eval.stopping import StopConditions
 from eval.tree import Tree
-from heads.medusa import MedusaHeads
+from heads.family import DraftHeads
 from heads.target import FINAL_NORM, Target
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Bench:
         self.target, self.drafter, self.config = target, drafter, config
         self.conditions = config.conditions(target)
         self.clock = clock_for(target.device)
-        self.cache = target.new_cache(cache_capacity(longest_prompt, self.conditions, drafter.tree.size))
+        self.cache = target.new_cache(cache_capacity(longest_prompt, self.conditions, drafter.tree_size))
 
     def plain(self, ids: Sequence[int], coin: TorchCoin) -> Generation:
         sampling = self.config.acceptance.sampling
@@ -144,14 +145,15 @@ class _NoDrafter:
     """Stands where only plain decoding is asked for."""
 
     taps: tuple[str, ...] = (FINAL_NORM,)
-    tree: Tree = Tree.chain(0)
+    depth: int = 0
+    tree_size: int = 1
 
-    def reset(self, features: dict[str, torch.Tensor]) -> None: ...
+    def reset(self, prompt_T: torch.Tensor, features: dict[str, torch.Tensor]) -> None: ...
 
     def observe(self, features: dict[str, torch.Tensor], path_P: torch.Tensor) -> None: ...
 
     def propose(self, root: torch.Tensor, max_depth: int) -> Draft:
-        return Draft(self.tree, root[None])
+        return Draft(Tree.chain(0), root[None])
 
 
 def _coin(config: BenchmarkConfig, target: Target, number: int) -> TorchCoin:
@@ -202,11 +204,11 @@ def _divergence(bench: Bench, prompt: EvalPrompt, plain: list[int], heads: list[
 
 
 def measure_tau(
-    target: Target, heads: MedusaHeads, prompts: Sequence[EvalPrompt], max_new_tokens: int
+    target: Target, heads: DraftHeads, prompts: Sequence[EvalPrompt], max_new_tokens: int
 ) -> tuple[float, list[float]]:
     """Return tau and alpha_1..K of greedy decoding with a small fixed tree: the measure of a training run."""
     tree = Tree.from_choices(PROBE_TREE).pruned(heads.depth)
     config = BenchmarkConfig(max_new_tokens=max_new_tokens)
-    bench = Bench(target, MedusaDrafter(heads, tree), config, max(len(prompt.ids) for prompt in prompts))
+    bench = Bench(target, build_drafter(heads, tree), config, max(len(prompt.ids) for prompt in prompts))
     cycles = [c for prompt in prompts for c in bench.heads(prompt.ids, _coin(config, target, 0)).cycles]
     return tau(cycles), [rate or 0.0 for rate in alpha_rates(alpha(cycles, tree.depth))]

@@ -6,25 +6,31 @@ from statistics import median
 import torch
 
 from eval.decode import clock_for
-from heads.medusa import MedusaHeads
+from eval.drafters import Drafter
 from heads.target import FINAL_NORM, Target
 
 SIZES = (2, 4, 8, 16, 32)
-PLAIN, DRAFT = "plain", "draft"
+PLAIN, DRAFT, LEVEL = "plain", "draft", "draft level"
 
 
 @torch.inference_mode()
 def measure_costs(
-    target: Target, heads: MedusaHeads, sizes: Sequence[int] = SIZES, context: int = 256, rounds: int = 5
+    target: Target, drafter: Drafter, sizes: Sequence[int] = SIZES, context: int = 256, rounds: int = 5
 ) -> dict[str, float]:
-    """Median milliseconds {"plain", "verify 8" ..., "draft"} at `context` cached tokens, batch 1.
+    """Median milliseconds {"plain", "verify 8" ..., "draft", "draft level"} at `context` cached tokens, batch 1.
+
+    "draft" is a draft of one level, "draft level" each further one (0 for heads that guess all levels at once).
 
     All kinds of step take turns in every round, so that a slow moment of the machine falls on all of them alike.
     A verify of one token is the plain step without its host synchronisation; LM head and argmax are included.
     """
     cache = target.new_cache(context + max(sizes))
     prompt = torch.arange(context, device=target.device) % target.vocab_size
-    hidden_D = target.prefill(prompt[None], cache)[FINAL_NORM][0, -1]
+    features = target.prefill(prompt[None], cache, drafter.taps)
+    drafter.reset(prompt, features)
+    drafter.propose(prompt[0], drafter.depth)
+    last = {tap: feature_1TD[:, -1:] for tap, feature_1TD in features.items()}
+    root_1 = torch.zeros(1, dtype=torch.long, device=target.device)
 
     def verify(size: int) -> Callable[[], object]:
         tokens_N = prompt[:size]
@@ -34,7 +40,11 @@ def measure_costs(
 
     steps: dict[str, Callable[[], object]] = {PLAIN: verify(1)}
     steps.update({f"verify {size}": verify(size) for size in sizes})
-    steps[DRAFT] = lambda: heads.draft_logits(hidden_D).topk(min(4, len(heads.d2t))).indices
+
+    def draft(depth: int) -> Callable[[], object]:
+        return lambda: (drafter.observe(last, root_1), drafter.propose(prompt[0], depth))
+
+    steps[DRAFT], steps[LEVEL] = draft(1), draft(drafter.depth)
     clock = clock_for(target.device)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds + 1):
@@ -42,13 +52,15 @@ def measure_costs(
             started = clock()
             step()
             times[name].append(1000 * (clock() - started))
-    return {name: median(values[1:]) for name, values in times.items()}  # the first round warms up
+    costs = {name: median(values[1:]) for name, values in times.items()}  # the first round warms up
+    costs[LEVEL] = max(0.0, costs[LEVEL] - costs[DRAFT]) / max(1, drafter.depth - 1)
+    return costs
 
 
-def relative_costs(costs: dict[str, float]) -> tuple[dict[int, float], float]:
-    """Split into the verify cost by number of tokens and the draft cost, in plain steps."""
+def relative_costs(costs: dict[str, float]) -> tuple[dict[int, float], float, float]:
+    """Split into the verify cost by number of tokens, the draft cost and that of a further level, in plain steps."""
     verify = {int(name.split()[1]): cost / costs[PLAIN] for name, cost in costs.items() if name.startswith("verify")}
-    return {1: 1.0, **verify}, costs[DRAFT] / costs[PLAIN]
+    return {1: 1.0, **verify}, costs[DRAFT] / costs[PLAIN], costs[LEVEL] / costs[PLAIN]
 
 
 def interpolated(verify: dict[int, float], size: int) -> float:

@@ -102,9 +102,10 @@ def speculative_generate(
     choose = _chooser(acceptance.sampling, coin)
     accept = _acceptor(acceptance, coin)
     begin = clock()
-    features = _prefill(target, prompt, cache, drafter.taps)
+    prompt_T = torch.tensor(prompt, device=target.device)
+    features = _prefill(target, prompt_T, cache, drafter.taps)
     root = choose(target.logits(features[FINAL_NORM][0, -1]))
-    drafter.reset(features)
+    drafter.reset(prompt_T, features)
     stopper.push([int(root)])
     after_prefill = clock()
     draft_s = verify_s = 0.0
@@ -144,7 +145,8 @@ def plain_generate(
     stopper = Stopper(conditions, len(prompt), target.tokenizer.decode)
     choose = _chooser(sampling, coin)
     begin = clock()
-    root = choose(target.logits(_prefill(target, prompt, cache, ())[FINAL_NORM][0, -1]))
+    prompt_T = torch.tensor(prompt, device=target.device)
+    root = choose(target.logits(_prefill(target, prompt_T, cache)[FINAL_NORM][0, -1]))
     stopper.push([int(root)])
     after_prefill = clock()
     alone_11 = torch.ones(1, 1, dtype=torch.bool, device=root.device)
@@ -163,9 +165,11 @@ def cache_capacity(prompt_length: int, conditions: StopConditions, tree_size: in
     return min(prompt_length + conditions.max_new_tokens, conditions.max_context) + tree_size
 
 
-def _prefill(target: Target, prompt: Sequence[int], cache: TreeCache, taps: Sequence[str]) -> dict[str, Tensor]:
+def _prefill(
+    target: Target, prompt_T: Tensor, cache: TreeCache, taps: Sequence[str] = (FINAL_NORM,)
+) -> dict[str, Tensor]:
     cache.clear()
-    return target.prefill(torch.tensor([prompt], device=target.device), cache, taps or (FINAL_NORM,))
+    return target.prefill(prompt_T[None], cache, taps)
 
 
 def _chooser(sampling: SamplingConfig, coin: Coin | None) -> Callable[[Tensor], Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eval.accept import Proposal
 from eval.sampling import Coin, SamplingConfig, probabilities
-from eval.tree import Tree
+from eval.tree import Topology, Tree
 from heads.medusa import MedusaHeads
 from heads.target import FINAL_NORM
 
@@ -17,21 +17,26 @@ from heads.target import FINAL_NORM
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens for the nodes of a tree; node 0 is the root. `proposal` is None unless the tokens were sampled."""
+    """Tokens for the nodes of a tree; node 0 is the root. `proposal` is None unless the tokens were sampled.
 
-    tree: Tree
+    order_N: place of each node by likelihood, 1 for the likeliest; only of a dynamic tree.
+    """
+
+    tree: Topology
     tokens_N: Tensor
     proposal: Proposal | None = None
+    order_N: Tensor | None = None
 
 
 class Drafter(Protocol):
     """`reset` after a prefill, then `propose` and `observe` in turn."""
 
     taps: tuple[str, ...]
-    tree: Tree  # the largest tree that it proposes
+    depth: int  # levels of the deepest tree that it proposes
+    tree_size: int  # nodes of the largest one, root included
 
-    def reset(self, features: dict[str, Tensor]) -> None:
-        """Start a sequence from the features {tap: [1, T, D]} of its prompt."""
+    def reset(self, prompt_T: Tensor, features: dict[str, Tensor]) -> None:
+        """Start a sequence from the tokens of its prompt and their features {tap: [1, T, D]}."""
         ...
 
     def propose(self, root: Tensor, max_depth: int) -> Draft:
@@ -58,12 +63,13 @@ class MedusaDrafter:
         tree.check(num_heads=heads.depth, top_k=len(heads.d2t))
         self.heads = heads
         self.tree = tree.to(heads.d2t.device)
+        self.depth, self.tree_size = tree.depth, tree.size
         self.draft_ids = heads.draft_ids
         self.sampling, self.coin = sampling, coin
         self._pruned = {depth: self.tree.pruned(depth) for depth in range(tree.depth + 1)}
         self._hidden_D: Tensor
 
-    def reset(self, features: dict[str, Tensor]) -> None:
+    def reset(self, prompt_T: Tensor, features: dict[str, Tensor]) -> None:
         self._hidden_D = features[FINAL_NORM][0, -1]
 
     def observe(self, features: dict[str, Tensor], path_P: Tensor) -> None:

@@ -14,42 +14,21 @@ from accelerate.utils import broadcast_object_list, gather_object
 from rich.progress import track
 
 from eval.benchmark import ENGINE, GENERATE, BenchmarkConfig, probe_plain, run_benchmark
-from eval.calibrate import measure_accuracy
-from eval.cost import SIZES, interpolated, measure_costs, relative_costs
-from eval.drafters import MedusaDrafter
+from eval.cost import SIZES, measure_costs
+from eval.drafting import build_drafter
+from eval.level_drafter import DynamicTree
 from eval.plots import summary_figure
 from eval.prompts import EvalPrompt, load_prompts
-from eval.published_trees import published_tree
 from eval.records import Evaluation
 from eval.report import Summary, merge, write_report
 from eval.sampling import TorchCoin
 from eval.tree import Tree
-from eval.tree_search import best_tree, search_tree
+from eval.tree_choice import AUTO, TreeConfig, choose_tree
+from heads.family import DraftHeads
 from heads.layout import heads_directory, load_heads
-from heads.medusa import MedusaHeads
 from heads.target import Target, TargetConfig, load_target
 
 logger = logging.getLogger(__name__)
-
-AUTO = "auto"
-
-
-@dataclass(frozen=True)
-class TreeConfig:
-    """The draft tree. `source`: "auto" (searched), the name of a published tree, or "choices"."""
-
-    source: str = AUTO
-    choices: list[list[int]] = field(default_factory=list)
-    nodes: int | None = None  # draft nodes of a searched tree; None: as many as pay on this machine
-    max_nodes: int = 15
-    width: int = 8
-    calibration: list[str] = field(default_factory=list)  # sources of calibration prompts, never those evaluated
-    calibration_prompts: int = 24
-    calibration_tokens: int = 48
-
-    def __post_init__(self):
-        if self.source == "choices" and not self.choices:
-            raise ValueError("tree.source=choices needs tree.choices, e.g. tree.choices=[[0],[1],[0,0]]")
 
 
 @dataclass(frozen=True)
@@ -92,9 +71,9 @@ def evaluate(config: EvalConfig) -> Summary | None:
         shared = [_prepare(config, target, heads, prompts)]
     tree, costs, rates = broadcast_object_list(shared)[0]
     sampled = config.benchmark.acceptance.drafts == "sampled"
-    drafter = MedusaDrafter(
+    drafter = build_drafter(
         heads,
-        Tree.from_choices(tree),
+        tree,
         config.benchmark.acceptance.sampling if sampled else None,
         TorchCoin(torch.Generator(target.device).manual_seed(config.benchmark.seed)),
     )
@@ -106,10 +85,10 @@ def evaluate(config: EvalConfig) -> Summary | None:
         target=config.model.name,
         acceptance=config.benchmark.acceptance.rule,
         lossless=config.benchmark.acceptance.lossless,
-        depth=heads.depth,
-        tree=tree,
+        depth=tree.depth,
+        tree=[] if isinstance(tree, DynamicTree) else tree.choices(),
         results=list(track(rows, "decoding", total=len(mine), disable=not accelerator.is_main_process)),
-        settings=_settings(config, target, rates),
+        settings=_settings(config, target, tree, rates),
         cost_ms=costs,
         dtype=str(target.dtype).removeprefix("torch."),
     )
@@ -125,12 +104,14 @@ def evaluate(config: EvalConfig) -> Summary | None:
 
 
 def _prepare(
-    config: EvalConfig, target: Target, heads: MedusaHeads, prompts: Sequence[EvalPrompt]
-) -> tuple[list[list[int]], dict[str, float], dict[str, float]]:
-    """What all processes share: tree choices, step costs, and tokens per second of the plain settings."""
-    costs = measure_costs(target, heads, [size for size in SIZES if size <= config.tree.max_nodes + 1] or [2])
+    config: EvalConfig, target: Target, heads: DraftHeads, prompts: Sequence[EvalPrompt]
+) -> tuple[Tree | DynamicTree, dict[str, float], dict[str, float]]:
+    """What all processes share: the tree, step costs, and tokens per second of the plain settings."""
+    sizes = [size for size in SIZES if size <= config.tree.max_nodes + 1] or [2]
+    costs = measure_costs(target, build_drafter(heads, config.tree.largest(heads)), sizes)
     tree = choose_tree(config.tree, target, heads, costs)
-    logger.info("draft tree of %d nodes, depth %d", tree.size - 1, tree.depth)
+    nodes = tree.nodes if isinstance(tree, DynamicTree) else tree.size - 1
+    logger.info("draft tree of %d nodes, depth %d", nodes, tree.depth)
     others = {
         f"{ENGINE}, {dtype}": load_target(replace(config.model, dtype=dtype), target.device)
         for dtype in config.other_dtypes
@@ -138,40 +119,16 @@ def _prepare(
     }
     rates = probe_plain({ENGINE: target, **others}, prompts, config.benchmark)
     logger.info("plain decoding: %s", ", ".join(f"{name} {rate:.1f} tokens/s" for name, rate in rates.items()))
-    return tree.choices(), costs, rates
-
-
-def choose_tree(config: TreeConfig, target: Target, heads: MedusaHeads, costs: dict[str, float]) -> Tree:
-    """Return the configured tree, or search the one that pays best at the measured costs.
-
-    Raises:
-        ValueError: if the heads cannot fill the tree.
-    """
-    if config.source == "choices":
-        tree = Tree.from_choices(config.choices)
-    elif config.source != AUTO:
-        tree = published_tree(config.source)
-    else:
-        prompts = load_prompts(config.calibration, target, config.calibration_prompts)
-        accuracy_KW = measure_accuracy(
-            target, heads, [prompt.ids for prompt in prompts], config.calibration_tokens, config.width
-        )
-        if config.nodes is not None:
-            return search_tree(accuracy_KW, config.nodes)
-        verify, draft = relative_costs(costs)
-        sizes = range(1, max(verify))
-        tree, predicted = best_tree(accuracy_KW, {n + 1: interpolated(verify, n + 1) for n in sizes}, draft, sizes)
-        logger.info("calibration predicts a speedup of %.2f", predicted)
-    tree.check(num_heads=heads.depth, top_k=len(heads.d2t))
-    return tree
+    return tree, costs, rates
 
 
 def _same_dtype_winner(rates: dict[str, float]) -> str:
     return max((name for name in rates if name in (ENGINE, GENERATE)), key=lambda name: rates[name])
 
 
-def _settings(config: EvalConfig, target: Target, rates: dict[str, float]) -> dict[str, Any]:
+def _settings(config: EvalConfig, target: Target, tree: Tree | DynamicTree, rates: dict[str, float]) -> dict[str, Any]:
     return {
+        "dynamic_tree": asdict(tree) if isinstance(tree, DynamicTree) else None,
         "plain_probe_tokens_per_s": rates,
         "threads": torch.get_num_threads(),
         "machine": f"{platform.machine()} {platform.processor()}".strip(),

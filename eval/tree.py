@@ -32,23 +32,69 @@ def _show(node: Node) -> str:
 
 
 @dataclass(frozen=True)
-class Tree:
-    """The topology of a draft tree, as tuples for the host and as tensors for the device.
+class Topology:
+    """Which node of a draft tree hangs below which, as tensors on one device; node 0 is the root.
 
-    nodes: the path of ranks of each node; nodes[0] = () is the root. Equal nodes make equal trees.
-    parents_N: int64, -1 at the root.
+    parents_N: int64, -1 at the root. A parent comes before its children.
     depths_N: int64, 0 at the root.
-    ranks_N: int64, the node's rank among its head's candidates; -1 at the root.
     ancestors_NN: bool, [n, m] is true iff m lies on the path from the root to n, both ends included.
     paths_NP: int64, row n lists the nodes from the root to n, padded with -1.
     """
 
-    nodes: tuple[Node, ...]
     parents_N: Tensor = field(compare=False, repr=False)
     depths_N: Tensor = field(compare=False, repr=False)
-    ranks_N: Tensor = field(compare=False, repr=False)
     ancestors_NN: Tensor = field(compare=False, repr=False)
     paths_NP: Tensor = field(compare=False, repr=False)
+
+    @classmethod
+    def from_parents(cls, parents_N: Tensor, depths_N: Tensor, depth: int) -> "Topology":
+        """The tree of these parents, none deeper than `depth`; no host synchronisation."""
+        nodes_N = torch.arange(len(parents_N), device=parents_N.device)
+        paths_NP = torch.full((len(parents_N), depth + 2), -1, device=parents_N.device)
+        above_N = nodes_N
+        for _ in range(depth + 1):
+            # Past the root there is nothing to note: such writes go to a last column that is dropped.
+            column_N = torch.where(above_N < 0, depth + 1, depths_N[above_N])
+            paths_NP[nodes_N, column_N] = above_N
+            above_N = torch.where(above_N < 0, -1, parents_N[above_N])
+        paths_NP = paths_NP[:, : depth + 1]
+        return cls(parents_N, depths_N, (paths_NP[:, :, None] == nodes_N).any(1), paths_NP)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens that one verification reads: the nodes, root included."""
+        return len(self.parents_N)
+
+    @property
+    def depth(self) -> int:
+        """Number of draft tokens on the longest path."""
+        return self.paths_NP.shape[1] - 1
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """The ids of each node's children, in increasing order, on the host."""
+        children: list[list[int]] = [[] for _ in range(self.size)]
+        for node, parent in enumerate(self.parents_N.tolist()):
+            if parent >= 0:
+                children[parent].append(node)
+        return tuple(map(tuple, children))
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same tree with its tensors on `device`."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Tree(Topology):
+    """A static tree, whose nodes are named by their ranks.
+
+    nodes: the path of ranks of each node; nodes[0] = () is the root. Equal nodes make equal trees.
+    ranks_N: int64, the node's rank among its head's candidates; -1 at the root.
+    """
+
+    nodes: tuple[Node, ...]
+    ranks_N: Tensor = field(compare=False, repr=False)
 
     @classmethod
     def from_choices(cls, choices: Sequence[Sequence[int]]) -> Self:
@@ -95,28 +141,9 @@ class Tree:
         return [list(node) for node in self.nodes[1:]]
 
     @property
-    def size(self) -> int:
-        """Number of tokens that one verification reads: the nodes, root included."""
-        return len(self.nodes)
-
-    @property
-    def depth(self) -> int:
-        """Number of draft tokens on the longest path."""
-        return len(self.nodes[-1])
-
-    @property
     def width(self) -> int:
         """Number of candidates that the heads must offer: the largest rank + 1."""
         return max((node[-1] + 1 for node in self.nodes[1:]), default=0)
-
-    @cached_property
-    def children(self) -> tuple[tuple[int, ...], ...]:
-        """The ids of each node's children, in increasing order, on the host."""
-        ids = {node: n for n, node in enumerate(self.nodes)}
-        children: list[list[int]] = [[] for _ in self.nodes]
-        for node in self.nodes[1:]:
-            children[ids[node[:-1]]].append(ids[node])
-        return tuple(map(tuple, children))
 
     def check(self, *, num_heads: int, top_k: int) -> None:
         """`ValueError` naming the first node that `num_heads` heads with `top_k` candidates cannot fill."""
@@ -144,15 +171,4 @@ class Tree:
             ranks_N=self.ranks_N[:kept],
             ancestors_NN=self.ancestors_NN[:kept, :kept],
             paths_NP=self.paths_NP[:kept, : max_depth + 1],
-        )
-
-    def to(self, device: torch.device | str) -> Self:
-        """The same tree with its tensors on `device`."""
-        return replace(
-            self,
-            parents_N=self.parents_N.to(device),
-            depths_N=self.depths_N.to(device),
-            ranks_N=self.ranks_N.to(device),
-            ancestors_NN=self.ancestors_NN.to(device),
-            paths_NP=self.paths_NP.to(device),
         )

@@ -103,3 +103,20 @@ def best_tree(
         tree = search_tree(accuracy_KW, size, max_depth)
         predicted.append((tree, expected_tokens(tree, accuracy_KW) / (cost[size + 1] + draft_cost)))
     return max(predicted, key=lambda tree_and_speedup: tree_and_speedup[1])
+
+
+def best_dynamic(
+    expected_DM: Tensor, cost: Mapping[int, float], draft_cost: float, level_cost: float, skipped: int = 0
+) -> tuple[int, int, float]:
+    """Of dynamic trees, the (draft nodes, depth) of highest predicted speedup, and that speedup.
+
+    expected_DM: tokens of a cycle at depth d + 1 and skipped + m + 1 draft nodes. cost: as in `best_tree`.
+    draft_cost: of one level; level_cost: of each further one, in units of one plain decoding step.
+    """
+    predicted = [
+        (expected / (cost[m + 1] + draft_cost + d * level_cost), m, d + 1)
+        for d, row in enumerate(expected_DM.tolist())
+        for m, expected in enumerate(row, skipped + 1)
+    ]
+    speedup, nodes, depth = max(predicted)
+    return nodes, depth, speedup

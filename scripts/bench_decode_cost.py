@@ -12,8 +12,8 @@ from rich.table import Table
 
 from eval.benchmark import run_benchmark
 from eval.config import from_hydra, heads_as_source
-from eval.cost import DRAFT, PLAIN, measure_costs
-from eval.drafters import MedusaDrafter
+from eval.cost import DRAFT, LEVEL, PLAIN, measure_costs
+from eval.drafting import build_drafter
 from eval.evaluation import EvalConfig
 from eval.metrics import time_share
 from eval.prompts import load_prompts
@@ -29,9 +29,9 @@ def bench(config: EvalConfig) -> Table:
     """Measure and return the table."""
     target = load_target(config.model)
     heads = load_heads(heads_directory(config.source), target).to(target.dtype)
-    costs = measure_costs(target, heads, SIZES, rounds=15)
     prompts = load_prompts(config.prompts, target, config.limit or 8)
-    drafter = MedusaDrafter(heads, TREE.pruned(heads.depth))
+    drafter = build_drafter(heads, TREE.pruned(heads.depth))
+    costs = measure_costs(target, drafter, SIZES, rounds=15)
     results = list(run_benchmark(target, drafter, list(enumerate(prompts)), config.benchmark))
     cycles = sum(len(result.cycles) for result in results)
     seconds = sum(timing.decode_s for result in results for timing in result.heads)
@@ -40,7 +40,7 @@ def bench(config: EvalConfig) -> Table:
         "step", "ms", "of a plain step", title=f"{config.model.name}, {target.dtype}, batch 1, 256 cached tokens"
     )
     for name, cost in costs.items():
-        label = {PLAIN: "plain step", DRAFT: "draft step"}.get(name, name + " tokens")
+        label = {PLAIN: "plain step", DRAFT: "draft", LEVEL: "draft, each further level"}.get(name, name + " tokens")
         table.add_row(label, f"{cost:.1f}", f"{cost / costs[PLAIN]:.2f}")
     overhead = (share["rest"] or 0.0) * 1000 * seconds / cycles
     table.add_row("engine overhead", f"{overhead:.1f}", f"{100 * (share['rest'] or 0.0):.1f} % of a cycle")

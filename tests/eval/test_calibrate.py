@@ -4,8 +4,10 @@ import torch
 from eval.calibrate import measure_accuracy
 from eval.cost import interpolated, measure_costs, relative_costs
 from eval.decode import plain_generate
+from eval.drafters import MedusaDrafter
 from eval.sampling import SamplingConfig
 from eval.stopping import StopConditions
+from eval.tree import Tree
 
 
 def test_accuracy_is_counted_at_every_position_of_the_answer(tiny_target, random_heads):
@@ -37,11 +39,15 @@ def test_answers_too_short_to_ask_the_last_head_are_refused(tiny_target, random_
 
 
 def test_costs_name_every_step_and_are_read_relative_to_the_plain_one(tiny_target, random_heads):
-    costs = measure_costs(tiny_target(), random_heads(tiny_target()), sizes=(2, 4), context=16, rounds=2)
-    assert list(costs) == ["plain", "verify 2", "verify 4", "draft"]
-    assert all(cost > 0 for cost in costs.values())
-    verify, draft = relative_costs({"plain": 10.0, "verify 2": 12.0, "verify 4": 16.0, "draft": 1.0})
-    assert (verify, draft) == ({1: 1.0, 2: 1.2, 4: 1.6}, 0.1)
+    costs = measure_costs(
+        tiny_target(), MedusaDrafter(random_heads(tiny_target()), Tree.chain(2)), sizes=(2, 4), context=16, rounds=2
+    )
+    assert list(costs) == ["plain", "verify 2", "verify 4", "draft", "draft level"]
+    assert all(costs[name] > 0 for name in list(costs)[:-1])
+    verify, draft, level = relative_costs(
+        {"plain": 10.0, "verify 2": 12.0, "verify 4": 16.0, "draft": 1.0, "draft level": 0.5}
+    )
+    assert (verify, draft, level) == ({1: 1.0, 2: 1.2, 4: 1.6}, 0.1, 0.05)
     assert interpolated(verify, 3) == pytest.approx(1.4)
     with pytest.raises(ValueError, match="no verify cost above 4 tokens was measured; the tree has 5"):
         interpolated(verify, 5)

@@ -27,10 +27,11 @@ class Oracle:
 
     def __init__(self, continuation: list[int], depth: int, right: bool = True):
         self.tree = Tree.chain(depth)
+        self.depth, self.tree_size = depth, self.tree.size
         self.continuation, self.right = continuation, right
         self.emitted = 1
 
-    def reset(self, features):
+    def reset(self, prompt_T, features):
         self.emitted = 1
 
     def observe(self, features, path_P):
@@ -49,7 +50,7 @@ def plain(target, prompt, conditions):
 
 
 def speculative(target, drafter, prompt, conditions, acceptance=GREEDY, coin=None):
-    cache = target.new_cache(cache_capacity(len(prompt), conditions, drafter.tree.size))
+    cache = target.new_cache(cache_capacity(len(prompt), conditions, drafter.tree_size))
     return speculative_generate(target, drafter, prompt, conditions, acceptance, cache, coin)
 
 

@@ -1,0 +1,41 @@
+"""From heads and a draft tree to a drafter: the one place that knows which family drafts how."""
+
+from eval.drafters import Drafter, MedusaDrafter
+from eval.eagle_stepper import EagleStepper
+from eval.hydra_stepper import HydraStepper
+from eval.level_drafter import DynamicDrafter, DynamicTree, StaticDrafter, Stepper
+from eval.sampling import Coin, SamplingConfig
+from eval.tree import Tree
+from heads.eagle import EagleHeads
+from heads.family import DraftHeads
+from heads.hydra import HydraHeads
+from heads.medusa import MedusaHeads
+
+
+def build_drafter(
+    heads: DraftHeads, tree: Tree | DynamicTree, sampling: SamplingConfig | None = None, coin: Coin | None = None
+) -> Drafter:
+    """How `heads` propose `tree`; with `sampling` the drafts are drawn by `coin`, else the likeliest are taken.
+
+    Raises:
+        ValueError: if these heads cannot draft this tree, or cannot draw it.
+    """
+    if isinstance(heads, MedusaHeads):
+        if isinstance(tree, DynamicTree):
+            raise ValueError("Medusa heads guess all levels at once and have no dynamic tree; use a static one")
+        return MedusaDrafter(heads, tree, sampling, coin)
+    if isinstance(tree, Tree):
+        return StaticDrafter(_stepper(heads), tree, sampling, coin)
+    if sampling is not None:
+        raise ValueError(
+            "a dynamic tree chooses among its drafts by their likelihood, which would bias sampled ones; "
+            "use acceptance.drafts=top, or a static tree"
+        )
+    return DynamicDrafter(_stepper(heads), tree)
+
+
+def _stepper(heads: DraftHeads) -> Stepper:
+    if isinstance(heads, HydraHeads):
+        return HydraStepper(heads)
+    assert isinstance(heads, EagleHeads)
+    return EagleStepper(heads)

@@ -1,0 +1,90 @@
+"""Which draft tree an evaluation uses: the configured one, or the one that pays best on this machine."""
+
+import logging
+from dataclasses import dataclass, field, replace
+
+from eval.calibrate import measure_accuracy, measure_dynamic
+from eval.cost import interpolated, relative_costs
+from eval.drafting import build_drafter
+from eval.level_drafter import DynamicDrafter, DynamicTree
+from eval.prompts import load_prompts
+from eval.published_trees import published_tree
+from eval.tree import Tree
+from eval.tree_search import best_dynamic, best_tree, search_tree
+from heads.family import DraftHeads
+from heads.medusa import MedusaHeads
+from heads.target import Target
+
+logger = logging.getLogger(__name__)
+
+AUTO, CHOICES, DYNAMIC = "auto", "choices", "dynamic"
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """The draft tree.
+
+    source: "choices", the name of a published tree, "dynamic" (EAGLE-2, with `nodes`, `depth` and `expand`), or
+        "auto": searched on calibration prompts, a static tree for Medusa heads and the sizes of a dynamic one for
+        heads that draft level by level.
+    """
+
+    source: str = AUTO
+    choices: list[list[int]] = field(default_factory=list)
+    nodes: int | None = None  # draft nodes; None: as many as pay on this machine
+    max_nodes: int = 15
+    width: int = 8  # candidates of a Medusa head that the search considers
+    depth: int = 5  # levels of a dynamic tree, at most; of those that the search considers
+    expand: int = 4  # nodes of each level that a dynamic tree expands, and children of each
+    calibration: list[str] = field(default_factory=list)  # sources of calibration prompts, never those evaluated
+    calibration_prompts: int = 24
+    calibration_tokens: int = 48
+
+    def __post_init__(self):
+        if self.source == CHOICES and not self.choices:
+            raise ValueError("tree.source=choices needs tree.choices, e.g. tree.choices=[[0],[1],[0,0]]")
+        for name in ("max_nodes", "width", "depth", "expand"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"tree.{name}={getattr(self, name)} must be at least 1")
+
+    def largest(self, heads: DraftHeads) -> Tree | DynamicTree:
+        """The largest tree that the search considers, for measuring what drafting costs."""
+        if isinstance(heads, MedusaHeads):
+            return Tree.from_choices([[0] * (k + 1) for k in range(heads.depth)])
+        # Hydra has one head for each level; EAGLE goes as deep as it is asked to.
+        depth = self.depth if heads.kind.startswith("eagle") else min(self.depth, heads.depth)
+        expand = min(self.expand, len(heads.d2t))
+        return DynamicTree(self.nodes or self.max_nodes, depth, expand)
+
+
+def choose_tree(config: TreeConfig, target: Target, heads: DraftHeads, costs: dict[str, float]) -> Tree | DynamicTree:
+    """Return the configured tree, or search the one that pays best at the measured costs.
+
+    Raises:
+        ValueError: if the heads cannot fill the tree.
+    """
+    if config.source == DYNAMIC:
+        largest = config.largest(heads)
+        build_drafter(heads, largest)  # refuses what these heads cannot draft
+        return largest
+    if config.source != AUTO:
+        tree = Tree.from_choices(config.choices) if config.source == CHOICES else published_tree(config.source)
+        build_drafter(heads, tree)
+        return tree
+    prompts = [prompt.ids for prompt in load_prompts(config.calibration, target, config.calibration_prompts)]
+    verify, draft, level = relative_costs(costs)
+    cost = {size: interpolated(verify, size) for size in range(2, max(verify) + 1)}
+    if isinstance(heads, MedusaHeads):
+        accuracy_KW = measure_accuracy(target, heads, prompts, config.calibration_tokens, config.width)
+        if config.nodes is not None:
+            return search_tree(accuracy_KW, config.nodes)
+        tree, predicted = best_tree(accuracy_KW, cost, draft, [size - 1 for size in cost])
+        logger.info("calibration predicts a speedup of %.2f", predicted)
+        return tree
+    drafter = build_drafter(heads, config.largest(heads))
+    assert isinstance(drafter, DynamicDrafter)
+    expected_DM = measure_dynamic(target, drafter, prompts, config.calibration_tokens)
+    first = 0 if config.nodes is None else config.nodes - 1
+    nodes, depth, predicted = best_dynamic(expected_DM[:, first : max(cost) - 1], cost, draft, level, first)
+    logger.info("calibration predicts tau %.2f, a speedup of %.2f", expected_DM[depth - 1, nodes - 1], predicted)
+    return replace(drafter.size, nodes=nodes, depth=depth)
