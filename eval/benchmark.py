@@ -1,7 +1,7 @@
 """Decoding prompts with heads and without, in turns: what an evaluation measures."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -105,16 +105,26 @@ def run_benchmark(
     prompts: Sequence[tuple[int, EvalPrompt]],
     config: BenchmarkConfig,
     with_generate: bool = False,
+    others: Mapping[str, Target] | None = None,
 ) -> Iterator[PromptResult]:
     """Decode numbered prompts with and without heads, alternating which goes first, after one warm-up of each.
 
     with_generate: time transformers' generate on every prompt too, for the case that it is the faster baseline.
+    others: further plain settings to time on every prompt, by name: the target in other dtypes.
     """
-    bench = Bench(target, drafter, config, max(len(prompt.ids) for _, prompt in prompts))
+    longest = max(len(prompt.ids) for _, prompt in prompts)
+    bench = Bench(target, drafter, config, longest)
+    rivals = {name: Bench(other, _NoDrafter(), config, longest) for name, other in (others or {}).items()}
+    for rival in rivals.values():
+        rival.plain(prompts[0][1].ids, _coin(config, target, 0))
     bench.plain(prompts[0][1].ids, _coin(config, target, 0))
     bench.heads(prompts[0][1].ids, _coin(config, target, 0))
     for number, prompt in prompts:
-        yield _measure(bench, prompt, number, with_generate)
+        result = _measure(bench, prompt, number, with_generate)
+        for name, rival in rivals.items():
+            runs = [rival.plain(prompt.ids, _coin(config, rival.target, number)) for _ in range(config.repeats)]
+            result.plain[name] = [run.timing for run in runs]
+        yield result
 
 
 def probe_plain(targets: dict[str, Target], prompts: Sequence[EvalPrompt], config: BenchmarkConfig) -> dict[str, float]:

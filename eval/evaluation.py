@@ -78,7 +78,9 @@ def evaluate(config: EvalConfig) -> Summary | None:
         TorchCoin(torch.Generator(target.device).manual_seed(config.benchmark.seed)),
     )
     mine = list(enumerate(prompts))[accelerator.process_index :: accelerator.num_processes]
-    rows = run_benchmark(target, drafter, mine, config.benchmark, _same_dtype_winner(rates) == GENERATE)
+    fastest = max(rates, key=lambda name: rates[name])
+    others = {fastest: _in_dtype(fastest, config, target)} if fastest in _other_settings(config, target) else {}
+    rows = run_benchmark(target, drafter, mine, config.benchmark, _same_dtype_winner(rates) == GENERATE, others)
     part = Evaluation(
         heads=directory.as_posix(),
         kind=heads.kind,
@@ -112,14 +114,19 @@ def _prepare(
     tree = choose_tree(config.tree, target, heads, costs)
     nodes = tree.nodes if isinstance(tree, DynamicTree) else tree.size - 1
     logger.info("draft tree of %d nodes, depth %d", nodes, tree.depth)
-    others = {
-        f"{ENGINE}, {dtype}": load_target(replace(config.model, dtype=dtype), target.device)
-        for dtype in config.other_dtypes
-        if dtype != str(target.dtype).removeprefix("torch.")
-    }
+    others = {name: _in_dtype(name, config, target) for name in _other_settings(config, target)}
     rates = probe_plain({ENGINE: target, **others}, prompts, config.benchmark)
     logger.info("plain decoding: %s", ", ".join(f"{name} {rate:.1f} tokens/s" for name, rate in rates.items()))
     return tree, costs, rates
+
+
+def _other_settings(config: EvalConfig, target: Target) -> list[str]:
+    """Names of the plain settings in other dtypes."""
+    return [f"{ENGINE}, {name}" for name in config.other_dtypes if name != str(target.dtype).removeprefix("torch.")]
+
+
+def _in_dtype(setting: str, config: EvalConfig, target: Target) -> Target:
+    return load_target(replace(config.model, dtype=setting.removeprefix(f"{ENGINE}, ")), target.device)
 
 
 def _same_dtype_winner(rates: dict[str, float]) -> str:
@@ -128,6 +135,7 @@ def _same_dtype_winner(rates: dict[str, float]) -> str:
 
 def _settings(config: EvalConfig, target: Target, tree: Tree | DynamicTree, rates: dict[str, float]) -> dict[str, Any]:
     return {
+        "other_dtype_settings": _other_settings(config, target),
         "dynamic_tree": asdict(tree) if isinstance(tree, DynamicTree) else None,
         "plain_probe_tokens_per_s": rates,
         "threads": torch.get_num_threads(),

@@ -107,12 +107,14 @@ class EagleHeads(DraftHeads):
     ) -> tuple[Tensor, Tensor]:
         anchors = find_anchors(ids_BT, supervised_BT, documents_BT, self.depth)
         places_BA, valid_BA = anchor_table(anchors.rows_N, *ids_BT.shape)
-        fused_BTD = self.perturb(self.fuse(features))
-        states_SND = self.unroll(fused_BTD, ids_BT, documents_BT, positions_BT, places_BA)[:, valid_BA]
         hidden_RD = features[FINAL_NORM].flatten(0, 1)
+        # The masters are float32; matrix products run in the dtype of the features.
+        with torch.autocast(hidden_RD.device.type, hidden_RD.dtype, enabled=hidden_RD.dtype != torch.float32):
+            fused_BTD = self.perturb(self.fuse(features))
+            states_SND = self.unroll(fused_BTD, ids_BT, documents_BT, positions_BT, places_BA)[:, valid_BA]
         scale_K = self.head_scale(self.config.objective, label_counts_K)
         loss, statistics = chunked_loss(
-            self.read(states_SND),
+            self.read(states_SND).to(hidden_RD.dtype),
             self.lm_head(),
             anchors.labels_KN,
             self.draft_labels(anchors.labels_KN),

@@ -45,6 +45,17 @@ class LayerShape:
             raise ValueError(f"heads.layer.sliding_window={self.sliding_window} must be at least 1, or null for none")
 
 
+class _ExactRotary(LlamaRotaryEmbedding):
+    """Rotary embedding whose frequencies stay float32: rounded to bfloat16, position 3000 would turn elsewhere."""
+
+    def _apply(self, fn, recurse=True):
+        exact = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
+
 class EagleLayer(nn.Module):
     """Self-attention over inputs of `input_size` and a gated MLP, on a residual stream of `hidden_size`."""
 
@@ -64,7 +75,7 @@ class EagleLayer(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, hidden_size, bias=False)
-        self.rotary = LlamaRotaryEmbedding(
+        self.rotary = _ExactRotary(
             LlamaConfig(
                 hidden_size=H * d,
                 num_attention_heads=H,

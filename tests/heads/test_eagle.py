@@ -213,3 +213,27 @@ def test_the_layer_follows_the_target(family, tiny_target):
     )
     rope = target.text_config.rope_parameters
     assert shape.rope_parameters == rope.get("full_attention", rope)
+
+
+@pytest.mark.parametrize("config", [Eagle3Config(num_steps=3), EagleConfig(noise=0.0)], ids=["eagle3", "eagle"])
+def test_float32_masters_train_on_bfloat16_features(config, tiny_target):
+    target = tiny_target("llama")
+    heads = make(target, config)
+    ids, supervised, documents, positions = packed_batch(target)
+    features = target.features(ids, positions, documents, heads.training_taps)
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        given = {tap: feature.to(dtype) for tap, feature in features.items()}
+        counts = torch.full((heads.depth,), 20)
+        losses.append(heads(given, ids, supervised, documents, positions, counts)[0])
+    losses[1].backward()
+    assert all(parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in heads.parameters())
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.05, atol=0.05)
+
+
+def test_served_in_bfloat16_the_positions_are_those_of_training(tiny_target):
+    heads = make(tiny_target("llama"), Eagle3Config())
+    position = torch.tensor([[3000]])
+    exact, _ = heads.layer.rotary(torch.zeros(1), position)
+    rounded, _ = heads.to(torch.bfloat16).layer.rotary(torch.zeros(1), position)
+    assert torch.equal(exact, rounded)
