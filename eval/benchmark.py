@@ -120,7 +120,7 @@ def run_benchmark(
     bench.plain(prompts[0][1].ids, _coin(config, target, 0))
     bench.heads(prompts[0][1].ids, _coin(config, target, 0))
     for number, prompt in prompts:
-        result = _measure(bench, prompt, number, with_generate)
+        result = measure_prompt(bench, prompt, number, with_generate)
         for name, rival in rivals.items():
             runs = [rival.plain(prompt.ids, _coin(config, rival.target, number)) for _ in range(config.repeats)]
             result.plain[name] = [run.timing for run in runs]
@@ -170,7 +170,8 @@ def _coin(config: BenchmarkConfig, target: Target, number: int) -> TorchCoin:
     return TorchCoin(torch.Generator(target.device).manual_seed(config.seed * 1_000_003 + number))
 
 
-def _measure(bench: Bench, prompt: EvalPrompt, number: int, with_generate: bool) -> PromptResult:
+def measure_prompt(bench: Bench, prompt: EvalPrompt, number: int, with_generate: bool = False) -> PromptResult:
+    """Decode one prompt with heads and without; which goes first alternates with `number`."""
     config = bench.config
     plain: dict[str, list[Timing]] = {ENGINE: []}
     timings: list[Timing] = []

@@ -1,0 +1,85 @@
+"""Several heads on the same prompts in one alternated run: which family is worth more, and by how much."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from eval.benchmark import Bench, BenchmarkConfig, measure_prompt
+from eval.drafters import Drafter
+from eval.metrics import alpha, alpha_rates, bootstrap_ratio, heads_timings, plain_timings, tau
+from eval.prompts import EvalPrompt
+from eval.records import PromptResult
+from heads.target import Target
+
+ENGINE = "engine"
+
+
+def decode_all(
+    target: Target, drafters: dict[str, Drafter], prompts: Sequence[EvalPrompt], config: BenchmarkConfig
+) -> dict[str, list[PromptResult]]:
+    """Decode every prompt with each drafter, and plainly beside each, in an order that moves on with the prompts."""
+    longest = max(len(prompt.ids) for prompt in prompts)
+    benches = {name: Bench(target, drafter, config, longest) for name, drafter in drafters.items()}
+    results: dict[str, list[PromptResult]] = {name: [] for name in benches}
+    names = list(benches)
+    for name in names:
+        measure_prompt(benches[name], prompts[0], 0)  # warms up
+    for number, prompt in enumerate(prompts):
+        for place in range(len(names)):
+            name = names[(number + place) % len(names)]
+            results[name].append(measure_prompt(benches[name], prompt, number))
+    return results
+
+
+def compare(results: dict[str, list[PromptResult]], depths: dict[str, int]) -> list[dict[str, Any]]:
+    """One row for each drafter: tau with its interval over prompts, alpha_k, speedup with interval, equality."""
+    rows = []
+    for name, found in results.items():
+        cycles = [cycle for result in found for cycle in result.cycles]
+        speedup = bootstrap_ratio(heads_timings(found), plain_timings(found, ENGINE))
+        low, high = tau_interval(found)
+        rows.append(
+            {
+                "heads": name,
+                "tau": tau(cycles),
+                "tau_low": low,
+                "tau_high": high,
+                "alpha": alpha_rates(alpha(cycles, depths[name])),
+                "speedup": speedup.median,
+                "speedup_low": speedup.low,
+                "speedup_high": speedup.high,
+                "equal": all(result.equal for result in found) if found[0].equal is not None else None,
+            }
+        )
+    return rows
+
+
+def tau_interval(results: Sequence[PromptResult], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
+    """The 95 % interval of tau when prompts are drawn anew."""
+    counts_P2 = torch.tensor([[sum(c.emitted for c in r.cycles), len(r.cycles)] for r in results]).double()
+    picks = torch.randint(len(results), (draws, len(results)), generator=torch.Generator().manual_seed(seed))
+    sums_D2 = counts_P2[picks].sum(1)
+    low, high = (sums_D2[:, 0] / sums_D2[:, 1]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def draw_comparison(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Save tau and speedup of each row, with their intervals, as one PNG at `path`."""
+    figure = Figure(figsize=(9, 1.2 + 0.5 * len(rows)), layout="constrained", dpi=150)
+    left, right = figure.subplots(1, 2, sharey=True)
+    names = [row["heads"] for row in rows]
+    for axes, key, unit in ((left, "tau", "tau (tokens per target forward)"), (right, "speedup", "speedup over plain")):
+        values = [row[key] for row in rows]
+        below = [row[key] - row[f"{key}_low"] for row in rows]
+        above = [row[f"{key}_high"] - row[key] for row in rows]
+        axes.barh(names, values, color="#0072b2", height=0.55, xerr=[below, above], ecolor="#444444", capsize=3)
+        axes.axvline(1.0, color="#9aa0a6", linewidth=1)
+        for place, value in enumerate(values):
+            axes.annotate(f"{value:.2f}", (0.03, place), va="center", color="white", fontsize=9)
+        axes.set_xlabel(unit)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.invert_yaxis()
+    figure.savefig(path)

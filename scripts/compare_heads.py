@@ -1,0 +1,131 @@
+"""Train several families under one budget, decode all on the same prompts in one alternated run, print one table.
+
+python scripts/compare_heads.py heads=[medusa,hydra,eagle3] train=[trainer.max_seconds=600,trainer.epochs=4]
+python scripts/compare_heads.py runs=[outputs/a,outputs/b]          # heads that are trained already
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from eval.benchmark import BenchmarkConfig
+from eval.comparison import compare, decode_all, draw_comparison
+from eval.config import from_hydra
+from eval.cost import SIZES, measure_costs
+from eval.drafting import build_drafter
+from eval.prompts import load_prompts
+from eval.threads import use_threads
+from eval.tree_choice import TreeConfig, choose_tree
+from heads.layout import heads_directory, load_heads
+from heads.target import Target, TargetConfig, load_target
+
+TRAIN = str(Path(__file__).parents[1] / "train" / "train_heads.py")
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """`conf/compare.yaml`. `heads` are names of conf/heads/, `train` overrides that all of their runs share."""
+
+    model: TargetConfig
+    prompts: list[str]
+    heads: list[str] = field(default_factory=list)
+    train: list[str] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
+    limit: int | None = None
+    output: str = "outputs/comparison"
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    threads: int | None = None
+
+    def __post_init__(self):
+        if not self.heads and not self.runs:
+            raise ValueError("nothing to compare; give heads=[medusa,eagle3] to train, or runs=[outputs/a,outputs/b]")
+
+
+def train_all(config: CompareConfig) -> dict[str, Path]:
+    """Train each family in a process of its own; a run that is there already is resumed. Returns run directories."""
+    runs = {Path(run).name: Path(run) for run in config.runs}
+    for name in config.heads:
+        runs[name] = Path(config.output) / name
+        settings = [f"model={config.model.name}", f"heads={name}", f"output_dir={runs[name]}", "resume=true"]
+        subprocess.run([sys.executable, TRAIN, *settings, *config.train], check=True)
+    return runs
+
+
+def compare_runs(config: CompareConfig, runs: dict[str, Path]) -> list[dict[str, Any]]:
+    """Decode all runs' heads on the same prompts; rows for the table."""
+    target = load_target(config.model)
+    prompts = load_prompts(config.prompts, target, config.limit)
+    drafters = {name: _drafter(config, target, run) for name, run in runs.items()}
+    rows = compare(
+        decode_all(target, drafters, prompts, config.benchmark),
+        {name: drafter.depth for name, drafter in drafters.items()},
+    )
+    return [{**row, **_training(runs[row["heads"]])} for row in rows]
+
+
+def _drafter(config: CompareConfig, target: Target, run: Path):
+    heads = load_heads(heads_directory(run), target).to(target.dtype).eval()
+    sizes = [size for size in SIZES if size <= config.tree.max_nodes + 1] or [2]
+    costs = measure_costs(target, build_drafter(heads, config.tree.largest(heads)), sizes)
+    return build_drafter(heads, choose_tree(config.tree, target, heads, costs))
+
+
+def _training(run: Path) -> dict[str, Any]:
+    """What a run's own files say of its training; empty for heads that came from elsewhere."""
+    metrics = run / "metrics.jsonl"
+    if not metrics.exists():
+        return {}
+    logged = [json.loads(line) for line in metrics.read_text().splitlines()]
+    facts = json.loads((run / "run.json").read_text())
+    state = json.loads(sorted((run / "checkpoints").glob("*/state.json"))[-1].read_text())
+    return {
+        "parameters": facts["starts"][-1]["parameters"],
+        "train_seconds": state["seconds"],
+        "memory_gb": max(row.get("train/memory_gb", 0.0) for row in logged),
+    }
+
+
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    """The comparison as a table."""
+    table = Table("heads", "tau", "alpha_k", "speedup", "parameters", "training s", "peak GB", "greedy equal")
+    for row in rows:
+        table.add_row(
+            row["heads"],
+            f"{row['tau']:.2f} [{row['tau_low']:.2f}, {row['tau_high']:.2f}]",
+            " ".join("-" if rate is None else f"{rate:.2f}" for rate in row["alpha"]),
+            f"{row['speedup']:.2f} [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]",
+            f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "",
+            f"{row['train_seconds']:.0f}" if "train_seconds" in row else "",
+            f"{row['memory_gb']:.1f}" if "memory_gb" in row else "",
+            {True: "all", False: "not all", None: ""}[row["equal"]],
+        )
+    return table
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="compare")
+def main(composed: DictConfig) -> None:
+    try:
+        config = from_hydra(CompareConfig, composed)
+        use_threads(config.threads)
+        rows = compare_runs(config, train_all(config))
+    except (ValueError, subprocess.CalledProcessError) as error:
+        sys.exit(f"error: {error}")
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "comparison.json").write_text(json.dumps(rows, indent=2) + "\n")
+    draw_comparison(rows, output / "comparison.png")
+    Console(width=140).print(table_of(rows))
+    Console().print(f"{output}/comparison.json, {output}/comparison.png")
+
+
+if __name__ == "__main__":
+    main()
