@@ -2,6 +2,9 @@
 
 python scripts/export_heads.py heads=outputs/medusa-smollm2-135m format=vllm
 python scripts/export_heads.py heads=outputs/run/heads model=qwen3-8b format=fasterdecoding output=for-tgi
+python scripts/export_heads.py heads=outputs/eagle3-qwen3-8b model=qwen3-8b format=sglang
+
+The kind of the saved heads decides what a format means: `format=vllm` exists for Medusa, EAGLE-1 and EAGLE-3.
 """
 
 import logging
@@ -14,10 +17,16 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from eval.config import from_hydra, heads_as_source
-from heads.export.medusa_formats import find_format
-from heads.export.medusa_writer import export_heads
-from heads.layout import heads_directory
+from heads.export import eagle_writer, medusa_writer
+from heads.export.formats import check_kind, kinds_of
+from heads.layout import heads_directory, read_config
 from heads.target import TargetConfig, load_target
+
+WRITERS = {
+    "medusa": medusa_writer.export_heads,
+    "eagle": eagle_writer.export_heads,
+    "eagle3": eagle_writer.export_heads,
+}
 
 
 @dataclass(frozen=True)
@@ -33,14 +42,16 @@ class ExportConfig:
     allow_other_weights: bool = False
 
     def __post_init__(self):
-        find_format(self.format)
+        kinds_of(self.format)
 
 
 def export(config: ExportConfig) -> None:
     """Export and print what was written, how to serve it and what to expect."""
     source = heads_directory(config.source)
+    kind = read_config(source)["kind"]
+    check_kind(kind, config.format, f"{source} holds")
     output = Path(config.output or source.parent / f"export-{config.format}")
-    done = export_heads(
+    done = WRITERS[kind](
         source,
         output,
         load_target(config.model, "cpu"),
@@ -54,7 +65,8 @@ def export(config: ExportConfig) -> None:
         console.print(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB)", markup=False)
     for limit in done.limits:
         console.print(f"note: {limit}", style="yellow", markup=False)
-    console.print(f"serve with: {done.command}", markup=False)
+    separator = "\n" if "\n" in done.command else " "
+    console.print(f"serve with:{separator}{done.command}", markup=False)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="export")

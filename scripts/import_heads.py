@@ -1,6 +1,9 @@
 """Read heads that were exported for a serving engine, here or elsewhere, into our own format.
 
 python scripts/import_heads.py source=downloads/medusa model=vicuna-7b format=fasterdecoding output=heads
+python scripts/import_heads.py source=downloads/eagle3 model=llama3-8b kind=eagle3 format=safeailab output=heads
+
+Several kinds of heads have a format of the same name; then `kind=` says which heads the files hold.
 """
 
 import logging
@@ -12,11 +15,13 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from eval.config import from_hydra
-from heads.export.medusa_formats import find_format
-from heads.export.medusa_reader import import_heads
+from heads.export import eagle_reader, medusa_reader
+from heads.export.formats import check_kind, kinds_of
+from heads.family import DraftHeads
 from heads.identity import identify
 from heads.layout import save_heads
-from heads.target import TargetConfig, load_target
+from heads.medusa import MedusaHeads
+from heads.target import Target, TargetConfig, load_target
 
 
 @dataclass(frozen=True)
@@ -27,26 +32,47 @@ class ImportConfig:
     source: str
     format: str
     output: str
+    kind: str | None = None  # None: the only one that the format takes
 
     def __post_init__(self):
-        find_format(self.format)
+        kinds = kinds_of(self.format)
+        if self.kind is not None:
+            check_kind(self.kind, self.format, "kind= says")
+        elif len(kinds) > 1:
+            raise ValueError(f"format={self.format} exists for {', '.join(kinds)} heads; say which with kind=...")
 
 
 def run_import(config: ImportConfig) -> None:
     """Import, save and print where."""
     target = load_target(config.model, "cpu")
-    heads = import_heads(Path(config.source), target, config.format)
+    kind = config.kind or kinds_of(config.format)[0]
+    heads = read(Path(config.source), target, kind, config.format)
     identity = identify(target)
     save_heads(heads, config.output, identity, {"imported_from": config.format})
     console = Console(soft_wrap=True, highlight=False)
-    count, layers, lm_head = heads.config.num_heads, heads.config.num_layers, heads.config.lm_head
-    console.print(f"wrote {config.output}: {count} heads of {layers} layers, LM head {lm_head}", markup=False)
+    console.print(f"wrote {config.output}: {summary(heads)}", markup=False)
     console.print(
         f"note: the files do not tell which target they were trained on; taken to be {identity.name}, "
         "evaluate them before you rely on it",
         style="yellow",
         markup=False,
     )
+
+
+def read(directory: Path, target: Target, kind: str, format_name: str) -> DraftHeads:
+    """Read heads of one kind."""
+    if kind == "medusa":
+        return medusa_reader.import_heads(directory, target, format_name)
+    return eagle_reader.import_heads(directory, target, kind, format_name)
+
+
+def summary(heads: DraftHeads) -> str:
+    """Say in a few words what was read."""
+    if isinstance(heads, MedusaHeads):
+        config = heads.config
+        return f"{config.num_heads} heads of {config.num_layers} layers, LM head {config.lm_head}"
+    taps = ", ".join(heads.taps)
+    return f"{heads.kind} heads over {taps}, {len(heads.d2t)} of {heads.vocab_size} token ids can be drafted"
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="import")

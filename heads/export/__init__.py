@@ -1,1 +1,1 @@
-"""Heads in the formats of serving engines: `medusa_formats` states them, writer and reader follow it."""
+"""Heads in the formats of engines and other trainers: `formats` lists the tables that writers and readers follow."""

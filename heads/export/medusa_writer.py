@@ -1,38 +1,17 @@
 """Write Medusa heads as an engine reads them; what is in a format is stated in `medusa_formats`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
-from heads.export.files import (
-    CHECKSUM_FILE,
-    CONFIG_FILE,
-    from_json,
-    replacing,
-    write_checksums,
-    write_json,
-    write_tensors,
-)
 from heads.export.medusa_formats import TARGET_LM_HEAD, MedusaFormat, Outline, find_format
-from heads.export.model_card import model_card, read_report
-from heads.identity import TargetIdentity, identify
-from heads.layout import load_heads, read_config
+from heads.export.package import Content, Export, cast_weights, load_as, write_export
+from heads.identity import public_name
 from heads.medusa import MedusaHeads
-from heads.target import DTYPES, Target
+from heads.target import Target
 
 # Shapes: K heads, D hidden, V vocabulary
-
-CARD_FILE = "README.md"
-
-
-@dataclass(frozen=True)
-class Export:
-    """What was written, the command that serves it, and what that cannot do."""
-
-    files: list[Path]
-    command: str
-    limits: list[str]
 
 
 def export_heads(
@@ -54,9 +33,7 @@ def export_heads(
         ValueError: if the heads cannot be loaded or written in the format, or `directory` holds other files.
     """
     form = find_format(format_name)
-    heads = load_heads(source, target, allow_other_weights=allow_other_weights)
-    saved = read_config(source)
-    trained_on, present = from_json(TargetIdentity, saved["target"], "target"), identify(target)
+    heads = load_as(MedusaHeads, source, target, format_name, allow_other_weights=allow_other_weights)
     outline = Outline(
         num_heads=heads.config.num_heads,
         num_layers=heads.config.num_layers,
@@ -64,23 +41,23 @@ def export_heads(
         vocab_size=heads.vocab_size,
         shared=heads.config.lm_head == "shared",
         dtype=dtype or str(heads.block_weight.dtype).removeprefix("torch."),
-        target=present.name,
+        target=public_name(target.config),
     )
-    limits = form.limits(outline) + vocabulary_limits(heads, expand_vocabulary)
-    if trained_on.weights_sha256 != present.weights_sha256:
-        limits.append(f"the heads were trained on {trained_on.name} with other weights: expect less acceptance")
-    tensors = _tensors(form, outline, heads, target)
-    command = form.serve(outline, directory.resolve().name)
-    size, licence = len(heads.d2t), target.config.licence
-    card = model_card(outline, trained_on, licence, size, saved["extra"], read_report(source), command, limits)
-    names = [form.weights_file, CONFIG_FILE, CARD_FILE, CHECKSUM_FILE]
-    with replacing(directory, names) as fresh:
-        write_tensors(fresh / form.weights_file, tensors)
-        write_json(fresh / CONFIG_FILE, form.values(outline))
-        (fresh / CARD_FILE).write_text(card)
-        write_checksums(fresh)
-    local = replace(outline, target=target.model.config.name_or_path or present.name)
-    return Export([directory / name for name in names], form.serve(local, str(directory)), limits)
+    content = Content(
+        weights_file=form.weights_file,
+        limits=form.limits(outline) + vocabulary_limits(heads, expand_vocabulary),
+        tensors=cast_weights(_tensors(form, outline, heads, target), outline.dtype),
+        config=form.values(outline),
+        dtype=outline.dtype,
+        title="Medusa heads",
+        facts={
+            "heads (K)": f"{outline.num_heads}: the target's next token and {outline.num_heads} guesses after it",
+            "layers of each head (L)": outline.num_layers,
+            "LM head": "the target's, for all heads" if outline.shared else "one for each head",
+        },
+        serve=lambda name, folder: form.serve(replace(outline, target=name), folder),
+    )
+    return write_export(source, directory, target, content)
 
 
 def vocabulary_limits(heads: MedusaHeads, expand: bool) -> list[str]:
@@ -107,9 +84,6 @@ def vocabulary_limits(heads: MedusaHeads, expand: bool) -> list[str]:
 
 
 def _tensors(form: MedusaFormat, outline: Outline, heads: MedusaHeads, target: Target) -> dict[str, Tensor]:
-    if outline.dtype not in DTYPES:
-        raise ValueError(f"dtype={outline.dtype} must be one of {', '.join(DTYPES)}, or null for that of the heads")
-    dtype = DTYPES[outline.dtype]
     stacked = {name: tensor.detach() for name, tensor in heads.named_parameters()}
     lm_head_VD = target.lm_head.get_parameter("weight").detach()
     if not outline.shared and len(heads.d2t) < heads.vocab_size:
@@ -117,11 +91,4 @@ def _tensors(form: MedusaFormat, outline: Outline, heads: MedusaHeads, target: T
         expanded_KVD[:, heads.draft_ids] = heads.lm_head_weight.detach()
         stacked["lm_head_weight"] = expanded_KVD
     stacked[TARGET_LM_HEAD] = lm_head_VD
-    tensors = {name: stacked[at.name][at.index].to(dtype) for name, at in form.tensors(outline).items()}
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise ValueError(
-                f"{name} holds values that are not finite in {outline.dtype}; export with dtype=float32, or "
-                "train again if they are not finite there either"
-            )
-    return tensors
+    return {name: stacked[at.name][at.index] for name, at in form.tensors(outline).items()}

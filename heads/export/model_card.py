@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from heads.export.files import CHECKSUM_FILE
-from heads.export.medusa_formats import Outline
 from heads.identity import TargetIdentity
 
 REPORT_FILE = "report.json"
@@ -48,10 +47,12 @@ def read_report(source: Path) -> Measured | None:
 
 
 def model_card(
-    outline: Outline,
+    title: str,
+    facts: Mapping[str, Any],
     target: TargetIdentity,
     licence: str,
     draft_vocab_size: int,
+    dtype: str,
     extra: Mapping[str, Any],
     measured: Measured | None,
     command: str,
@@ -59,7 +60,8 @@ def model_card(
 ) -> str:
     """Write the card in Markdown.
 
-    target: the one that the heads were trained on; outline.target names the one that they are exported for.
+    title: what the heads are. facts: rows of the table that only this family has.
+    target: the one that the heads were trained on.
     extra: of the saved heads; `coverage` (share of training tokens that can be drafted), `data_digest`.
     """
     shape = f"{target.model_type}, {target.num_layers} blocks, width {target.hidden_size}"
@@ -70,18 +72,16 @@ def model_card(
     rows = {
         "target": f"{target.name} ({shape})",
         "target's licence": licence,
-        "heads (K)": f"{outline.num_heads}: the target's next token and {outline.num_heads} guesses after it",
-        "layers of each head (L)": outline.num_layers,
-        "LM head": "the target's, for all heads" if outline.shared else "one for each head",
-        "trained draft vocabulary": _vocabulary(draft_vocab_size, outline.vocab_size, extra.get("coverage")),
-        "dtype": outline.dtype,
+        **facts,
+        "trained draft vocabulary": _vocabulary(draft_vocab_size, target.vocab_size, extra.get("coverage")),
+        "dtype": dtype,
         "training data digest": extra.get("data_digest", "not recorded"),
         "tau (tokens per target forward)": tau,
         "speedup over plain decoding": speedup,
     }
     digests = [f"- {name}: `{getattr(target, name) or 'none'}`" for name in DIGESTS]
     lines = [
-        f"# Medusa heads for {target.name}",
+        f"# {title} for {target.name}",
         "",
         "Trained with Headstart on the frozen target. The heads only draft: the target checks every token.",
         "",

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from heads.eagle import EagleConfig
+from heads.eagle3 import Eagle3Config
 from heads.identity import identify
 from heads.layout import load_heads, save_heads
 from heads.medusa import MedusaConfig, MedusaHeads
 from heads.target import TargetConfig, load_target
+from tests.heads.test_eagle import make
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -39,11 +42,28 @@ def test_exports_beside_the_heads_and_imports_again(run, tmp_path, given):
     assert "note: vLLM 0.32 is the last release with Medusa" in printed
     command = """'{"method":"medusa","model":"run/export-vllm","num_speculative_tokens":2}'"""
     assert f"serve with: vllm serve tiny --speculative-config {command}" in printed
-    printed = run_("import_heads", "source=run/export-vllm", "format=vllm", "output=back")
+    printed = run_("import_heads", "source=run/export-vllm", "kind=medusa", "format=vllm", "output=back")
     assert "wrote back: 2 heads of 1 layers, LM head own" in printed
     back = load_heads(tmp_path / "back", target)
-    assert torch.equal(back.lm_head_weight, heads.lm_head_weight)
+    assert torch.equal(back.state_dict()["lm_head_weight"], heads.lm_head_weight)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "run"]
+
+
+@pytest.mark.parametrize(("kind", "format_name"), [("eagle3", "vllm"), ("eagle3", "modelopt"), ("eagle", "vllm")])
+def test_the_kind_of_the_heads_decides_what_a_format_means(run, tmp_path, kind, format_name):
+    run_, target, _ = run
+    heads = make(target, Eagle3Config(taps=[0, 1, 2]) if kind == "eagle3" else EagleConfig())
+    save_heads(heads, tmp_path / "run" / "heads", identify(target))
+    printed = run_("export_heads", "heads=run", f"format={format_name}")
+    assert f"run/export-{format_name}/config.json" in printed
+    served = {"vllm": f'vllm serve tiny --speculative-config \'{{"method":"{kind}"', "modelopt": "python -m sglang"}
+    assert served[format_name] in printed.partition("serve with:")[2]
+    named = [] if format_name == "modelopt" else [f"kind={kind}"]
+    printed = run_("import_heads", f"source=run/export-{format_name}", *named, f"format={format_name}", "output=back")
+    taps = "post_block[0], post_block[1], post_block[2]" if kind == "eagle3" else "final_norm"
+    assert f"wrote back: {kind} heads over {taps}, 320 of 320 token ids can be drafted" in printed
+    back = load_heads(tmp_path / "back", target)
+    assert all(torch.equal(tensor, heads.state_dict()[name]) for name, tensor in back.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -63,9 +83,24 @@ def test_exports_beside_the_heads_and_imports_again(run, tmp_path, given):
             "error: .*model_type=llama",
         ),
         (
+            "export_heads",
+            ["heads=run", "format=sglang"],
+            "error: run/heads holds medusa heads, format=sglang takes eagle3 heads; medusa heads go to format=faster",
+        ),
+        (
+            "import_heads",
+            ["source=run", "format=vllm", "kind=medusa", "output=x"],
+            r"error: run/config\.json does not exist",
+        ),
+        (
             "import_heads",
             ["source=run", "format=vllm", "output=x"],
-            r"error: run/config\.json does not exist",
+            r"error: format=vllm exists for medusa, eagle3, eagle heads; say which with kind=\.\.\.",
+        ),
+        (
+            "import_heads",
+            ["source=run", "format=vllm", "kind=hydra", "output=x"],
+            "error: kind= says hydra heads, format=vllm takes .*hydra heads go to no engine: decode with eval",
         ),
     ],
 )
