@@ -204,10 +204,13 @@ class EagleConfig:
     num_steps: unrolled training steps; 1 is EAGLE-1 as published.
     regression_weight: of the smooth L1 distance between states and the target's next features.
     noise: half the width of the uniform noise on the features in training.
+    init: "random", or "regression": the joining map starts as the linear forecast of the next feature
+        (heads/warm_start.py), fitted on `trainer.init_tokens` tokens, with a layer behind it that changes nothing yet.
     bias: of the map that joins embedding and feature; engines drop it.
     """
 
     num_steps: int = 1
+    init: str = "random"
     bias: bool = False
     noise: float = 0.1
     regression_weight: float = 1.0
@@ -218,6 +221,8 @@ class EagleConfig:
     def __post_init__(self):
         if self.num_steps < 1:
             raise ValueError(f"heads.num_steps={self.num_steps} must be at least 1")
+        if self.init not in {"random", "regression"}:
+            raise ValueError(f"heads.init={self.init} must be random or regression")
         for name in ("noise", "regression_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"heads.{name}={getattr(self, name)} must be at least 0; 0 turns it off")
@@ -237,6 +242,24 @@ class Eagle1Heads(EagleHeads):
     @property
     def taps(self) -> tuple[str, ...]:
         return (FINAL_NORM,)
+
+    @property
+    def forecasts(self) -> int:
+        return 1 if self.config.init == "regression" else 0
+
+    @property
+    def forecast_size(self) -> int:
+        return 2 * self.hidden_size
+
+    def forecast_inputs(self, features: dict[str, Tensor], ids_BT: Tensor) -> Tensor:
+        hidden_BTD = features[FINAL_NORM]
+        return torch.cat([self.embed(ids_BT.roll(-1, 1), hidden_BTD), hidden_BTD], -1)
+
+    @torch.no_grad()
+    def start_from(self, maps_KDI: Tensor) -> None:
+        self.fc.weight.copy_(maps_KDI[0])
+        for projection in (self.layer.o_proj, self.layer.down_proj):
+            projection.weight.zero_()
 
     def fuse(self, features: dict[str, Tensor]) -> Tensor:
         return features[FINAL_NORM]

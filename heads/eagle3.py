@@ -88,9 +88,14 @@ class Eagle3Heads(EagleHeads):
 
     @torch.no_grad()
     def initialise(self) -> Self:
-        """Start the LM head as the target's rows and the features as the last tap."""
+        """Start as the target's own reading of the last tap: its final norm, its LM head, an empty layer between."""
+        ones_D = torch.ones(self.hidden_size, device=self.fc.weight.device, dtype=self.target.dtype)
+        # Normed ones are the norm's weight, whether the family multiplies by w or by 1 + w.
+        self.final_norm.weight.copy_(self.target.final_norm(ones_D))
         self.lm_head_weight.copy_(self.target_rows_VD)
         self.fc.weight[:, -self.hidden_size :] += torch.eye(self.hidden_size, device=self.fc.weight.device)
+        for projection in (self.layer.o_proj, self.layer.down_proj):
+            projection.weight.zero_()
         return self
 
     def fuse(self, features: dict[str, Tensor]) -> Tensor:

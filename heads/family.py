@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.objectives import Objective, Teacher
-from heads.target import Target
+from heads.target import FINAL_NORM, Target
 from heads.vocabulary import draft_index, from_offsets, membership, to_offsets
 
 # Shapes: B batch, T tokens, R = B * T rows, K heads or unrolled steps, N anchors, D hidden, V vocabulary,
@@ -63,9 +63,18 @@ class DraftHeads(nn.Module, ABC):
         """How many tokens behind the certain one training teaches."""
 
     @property
-    def forecasts(self) -> bool:
-        """Whether training starts from `heads.warm_start.LinearForecast` (then `start_from` takes its maps)."""
-        return False
+    def forecasts(self) -> int:
+        """How many maps of `heads.warm_start.LinearForecast` training starts from (`start_from` takes them)."""
+        return 0
+
+    @property
+    def forecast_size(self) -> int:
+        """Width I of `forecast_inputs`."""
+        return self.hidden_size
+
+    def forecast_inputs(self, features: dict[str, Tensor], ids_BT: Tensor) -> Tensor:
+        """What the forecast is made from at each position: [B, T, I]."""
+        return features[FINAL_NORM]
 
     @abstractmethod
     def forward(
@@ -86,7 +95,7 @@ class DraftHeads(nn.Module, ABC):
         """Start from what the target knows; needs `bind`."""
         return self
 
-    def start_from(self, maps_KDD: Tensor) -> None:
+    def start_from(self, maps_KDI: Tensor) -> None:
         """Start from the linear forecasts of `LinearForecast.solve`."""
         raise NotImplementedError
 

@@ -129,8 +129,8 @@ class HydraHeads(DraftHeads):
         return self.config.num_heads
 
     @property
-    def forecasts(self) -> bool:
-        return self.config.init == "regression"
+    def forecasts(self) -> int:
+        return self.depth if self.config.init == "regression" else 0
 
     def initialise(self) -> Self:
         """Start own LM heads as the target's rows: every head first repeats the target's guess of x[t+1]."""
@@ -138,9 +138,9 @@ class HydraHeads(DraftHeads):
             self.lm_head_weight.data.copy_(self.target_rows_VD.expand_as(self.lm_head_weight))
         return self
 
-    def start_from(self, maps_KDD: Tensor) -> None:
+    def start_from(self, maps_KDI: Tensor) -> None:
         """Start from the linear forecasts of `LinearForecast.solve` instead of the feature itself."""
-        for head, map_DD in zip(self.heads, maps_KDD, strict=True):
+        for head, map_DD in zip(self.heads, maps_KDI, strict=True):
             head.get_parameter("skip.weight").data[:, : self.hidden_size] = map_DD
 
     def embed(self, ids: Tensor) -> Tensor:

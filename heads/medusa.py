@@ -78,8 +78,8 @@ class MedusaHeads(DraftHeads):
         return self.config.num_heads
 
     @property
-    def forecasts(self) -> bool:
-        return self.config.init == "regression"
+    def forecasts(self) -> int:
+        return self.depth if self.config.init == "regression" else 0
 
     def initialise(self) -> Self:
         """Start own LM heads as the target's rows: head k first repeats the target's guess of x[t+1]."""
@@ -88,10 +88,10 @@ class MedusaHeads(DraftHeads):
         return self
 
     @torch.no_grad()
-    def start_from(self, maps_KDD: Tensor) -> None:
+    def start_from(self, maps_KDI: Tensor) -> None:
         """Start own LM heads as the target's rows after the linear forecasts of `LinearForecast.solve`."""
-        rows_VD = self.target_rows_VD.to(maps_KDD.dtype)
-        for k, map_DD in enumerate(maps_KDD):
+        rows_VD = self.target_rows_VD.to(maps_KDI.dtype)
+        for k, map_DD in enumerate(maps_KDI):
             self.lm_head_weight[k] = rows_VD @ map_DD
 
     def states(self, hidden_ND: Tensor) -> Tensor:

@@ -65,6 +65,7 @@ class Target:
         self.decoder: nn.Module = model.get_decoder()
         self.embedding = cast(nn.Embedding, model.get_input_embeddings())
         self.lm_head = cast(nn.Linear, model.get_output_embeddings())
+        self.final_norm = cast(nn.Module, self.decoder.norm)
         self.windows = attention_windows(self.text_config)
         self.hidden_size: int = self.text_config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]

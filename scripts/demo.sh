@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Train Medusa heads on a real language model, measure what they are worth, export them. No GPU, no model hub.
-# Run it again and it goes on where it stopped; remove outputs/medusa-smollm2-135m to start over.
+# Train EAGLE heads on a real language model, measure what they are worth, export them. No GPU, no model hub.
+# Run it again and it goes on where it stopped; remove outputs/eagle-smollm2-135m to start over.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 source "${HEADSTART_VENV:-.venv}/bin/activate"
 export TOKENIZERS_PARALLELISM=false DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
-run=outputs/medusa-smollm2-135m
+run=outputs/eagle-smollm2-135m
 launch="accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
 
 echo "1/3 training heads (about six minutes on two cores)"
 $launch train/train_heads.py experiment=demo resume=true
 echo "2/3 measuring them on held-out prompts (about four minutes)"
-$launch eval/eval_heads.py heads=$run limit=8 benchmark.max_new_tokens=64 benchmark.probe_prompts=1 tree.calibration_prompts=16 other_dtypes=[bfloat16] | tee $run/evaluation.log
+$launch eval/eval_heads.py heads=$run limit=8 benchmark.max_new_tokens=64 benchmark.probe_prompts=1 tree.calibration_prompts=12 tree.calibration_tokens=40 other_dtypes=[bfloat16] | tee $run/evaluation.log
 echo "3/3 exporting them"
 python scripts/export_heads.py heads=$run format=vllm dtype=bfloat16 expand_vocabulary=true output=$run/export-vllm
 echo

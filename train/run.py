@@ -86,16 +86,18 @@ class Run:
         self.window = Window.empty(self.heads.depth)
 
     def warm_start(self) -> None:
-        """Before the first step, start LM heads from a linear forecast if they ask for it."""
+        """Before the first step, start heads from a linear forecast if they ask for it."""
         if self.done or not self.heads.forecasts:
             return
-        forecast = LinearForecast(self.heads.depth, self.heads.hidden_size, self.accelerator.device)
+        heads = self.heads
+        forecast = LinearForecast(heads.forecasts, heads.forecast_size, heads.hidden_size, self.accelerator.device)
         tokens = 0
         for step in itertools.islice(self.loader.steps(0), self.loader.steps_per_epoch):
             for cpu_batch in step.micro_batches:
                 batch = cpu_batch.to(self.accelerator.device)
-                hidden_BTD = self.source(batch)[FINAL_NORM]
-                forecast.add(hidden_BTD, batch.ids_BT, batch.supervised_BT, batch.documents_BT)
+                features = self.source(batch)
+                inputs_BTI = heads.forecast_inputs(features, batch.ids_BT)
+                forecast.add(inputs_BTI, features[FINAL_NORM], batch.ids_BT, batch.supervised_BT, batch.documents_BT)
             tokens += step.whole.num_supervised
             self.display.show(0, {"init/tokens": tokens})
             if tokens >= self.trainer.init_tokens:
@@ -104,7 +106,7 @@ class Run:
         self.heads.start_from(forecast.solve())
         for parameter in self.heads.parameters():
             broadcast(parameter.data)
-        logger.info("LM heads start from a linear forecast over %d supervised tokens", tokens)
+        logger.info("heads start from a linear forecast over %d supervised tokens", tokens)
 
     def measure(self) -> None:
         """Measure tau by decoding held-out prompts; the other processes wait for it."""

@@ -13,6 +13,7 @@ from heads.eagle3 import Eagle3Config, Eagle3Heads
 from heads.eagle_layer import LayerShape
 from heads.objectives import Objective
 from heads.target import FINAL_NORM
+from heads.warm_start import LinearForecast
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}  # fmt: skip
@@ -237,3 +238,17 @@ def test_served_in_bfloat16_the_positions_are_those_of_training(tiny_target):
     exact, _ = heads.layer.rotary(torch.zeros(1), position)
     rounded, _ = heads.to(torch.bfloat16).layer.rotary(torch.zeros(1), position)
     assert torch.equal(exact, rounded)
+
+
+def test_eagle1_starts_from_the_forecast_of_the_next_feature(tiny_target):
+    """Before any step the state is the ridge regression of f[t+1] on (e(x[t+1]), f[t])."""
+    target = tiny_target("llama")
+    heads = make(target, EagleConfig(init="regression", noise=0.0))
+    ids, supervised, documents, positions = packed_batch(target)
+    features = target.features(ids, positions, documents)
+    forecast = LinearForecast(heads.forecasts, heads.forecast_size, heads.hidden_size, target.device)
+    forecast.add(heads.forecast_inputs(features, ids), features[FINAL_NORM], ids, supervised, documents)
+    heads.start_from(forecast.solve())
+    states_S1AD = heads.unroll(features[FINAL_NORM][:1], ids[:1], documents[:1], positions[:1], torch.tensor([[5]]))
+    inputs_I = torch.cat([target.embed(ids[0, 6]), features[FINAL_NORM][0, 5]])
+    torch.testing.assert_close(states_S1AD[0, 0, 0], forecast.solve()[0].float() @ inputs_I, rtol=1e-4, atol=1e-4)

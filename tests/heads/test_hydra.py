@@ -218,8 +218,8 @@ def test_heads_start_from_a_linear_forecast(lm_head, tiny_target, batch):
     model = make_heads(target, noise=0.0, num_heads=3, lm_head=lm_head, init="regression")
     assert model.forecasts
     features, ids, supervised, documents, *_ = batch
-    forecast = LinearForecast(3, 32, torch.device("cpu"))
-    forecast.add(features["final_norm"], ids, supervised, documents)
+    forecast = LinearForecast(3, 32, 32, torch.device("cpu"))
+    forecast.add(features["final_norm"], features["final_norm"], ids, supervised, documents)
     maps = forecast.solve()
     model.start_from(maps)
     hidden_ND = torch.randn(5, 32)

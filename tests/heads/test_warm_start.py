@@ -15,9 +15,9 @@ def test_a_linear_future_is_recovered(monkeypatch):
         features.append(features[-1] @ A.T)
     hidden_BTD = torch.stack(features, dim=1)
     ids, documents = torch.zeros(5, 40, dtype=torch.long), torch.zeros(5, 40, dtype=torch.long)
-    forecast = LinearForecast(3, 6, torch.device("cpu"))
-    forecast.add(hidden_BTD[:2], ids[:2], torch.ones(2, 40).bool(), documents[:2])
-    forecast.add(hidden_BTD[2:], ids[2:], torch.ones(3, 40).bool(), documents[2:])
+    forecast = LinearForecast(3, 6, 6, torch.device("cpu"))
+    forecast.add(hidden_BTD[:2], hidden_BTD[:2], ids[:2], torch.ones(2, 40).bool(), documents[:2])
+    forecast.add(hidden_BTD[2:], hidden_BTD[2:], ids[2:], torch.ones(3, 40).bool(), documents[2:])
     for k, map_DD in enumerate(forecast.solve()):
         torch.testing.assert_close(map_DD.float(), torch.linalg.matrix_power(A, k + 1), rtol=1e-4, atol=1e-4)
 
@@ -35,7 +35,7 @@ def test_heads_start_as_the_targets_rows_after_the_map(tiny_target):
 
 
 def test_no_label_gives_finite_maps():
-    assert LinearForecast(2, 4, torch.device("cpu")).solve().isfinite().all()
+    assert LinearForecast(2, 4, 4, torch.device("cpu")).solve().isfinite().all()
 
 
 def test_settings_are_checked():
