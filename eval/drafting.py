@@ -10,6 +10,16 @@ from heads.eagle import EagleHeads
 from heads.family import DraftHeads
 from heads.hydra import HydraHeads
 from heads.medusa import MedusaHeads
+from heads.packed import can_pack, pack_linears
+from heads.target import Target
+
+
+def for_serving(heads: DraftHeads, target: Target) -> DraftHeads:
+    """Bring heads into the dtype and layout that the target decodes in; they cannot be trained after it."""
+    heads = heads.to(target.dtype).eval()
+    if target.device.type == "cpu" and can_pack(target.dtype):
+        pack_linears(heads)
+    return heads
 
 
 def build_drafter(

@@ -1,4 +1,4 @@
-"""Entry: measure what heads are worth. accelerate launch eval/eval_heads.py heads=outputs/medusa-smollm2-135m"""
+"""Entry: measure what heads are worth. accelerate launch eval/eval_heads.py heads=outputs/eagle-smollm2-135m"""
 
 import logging
 import sys

@@ -15,7 +15,7 @@ from rich.progress import track
 
 from eval.benchmark import ENGINE, GENERATE, BenchmarkConfig, probe_plain, run_benchmark
 from eval.cost import SIZES, measure_costs
-from eval.drafting import build_drafter
+from eval.drafting import build_drafter, for_serving
 from eval.level_drafter import DynamicTree
 from eval.plots import summary_figure
 from eval.prompts import EvalPrompt, load_prompts
@@ -60,11 +60,8 @@ def evaluate(config: EvalConfig) -> Summary | None:
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     target = load_target(config.model, accelerator.device)
     directory = Path(config.source)
-    heads = (
-        load_heads(heads_directory(directory), target, allow_other_weights=config.allow_other_weights)
-        .to(target.dtype)
-        .eval()
-    )
+    heads = load_heads(heads_directory(directory), target, allow_other_weights=config.allow_other_weights)
+    heads = for_serving(heads, target)
     prompts = load_prompts(config.prompts, target, config.limit)
     shared: list[Any] = [None]
     if accelerator.is_main_process:

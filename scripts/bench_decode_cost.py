@@ -1,6 +1,6 @@
 """What a step costs here: plain, verify by tokens, draft, and the engine's own overhead.
 
-python scripts/bench_decode_cost.py heads=outputs/medusa-smollm2-135m model.dtype=float32
+python scripts/bench_decode_cost.py heads=outputs/eagle-smollm2-135m model.dtype=float32
 """
 
 import sys
@@ -13,7 +13,7 @@ from rich.table import Table
 from eval.benchmark import run_benchmark
 from eval.config import from_hydra, heads_as_source
 from eval.cost import DRAFT, LEVEL, PLAIN, measure_costs
-from eval.drafting import build_drafter
+from eval.drafting import build_drafter, for_serving
 from eval.evaluation import EvalConfig
 from eval.metrics import time_share
 from eval.prompts import load_prompts
@@ -28,7 +28,7 @@ TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 def bench(config: EvalConfig) -> Table:
     """Measure and return the table."""
     target = load_target(config.model)
-    heads = load_heads(heads_directory(config.source), target).to(target.dtype)
+    heads = for_serving(load_heads(heads_directory(config.source), target), target)
     prompts = load_prompts(config.prompts, target, config.limit or 8)
     drafter = build_drafter(heads, TREE.pruned(heads.depth))
     costs = measure_costs(target, drafter, SIZES, rounds=15)

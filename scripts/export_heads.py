@@ -1,6 +1,6 @@
 """Write trained heads as a serving engine reads them, with a model card and checksums.
 
-python scripts/export_heads.py heads=outputs/medusa-smollm2-135m format=vllm
+python scripts/export_heads.py heads=outputs/eagle3-llama3-8b model=llama3-8b format=vllm
 python scripts/export_heads.py heads=outputs/run/heads model=qwen3-8b format=fasterdecoding output=for-tgi
 python scripts/export_heads.py heads=outputs/eagle3-qwen3-8b model=qwen3-8b format=sglang
 

@@ -60,6 +60,8 @@ class Display:
         """Show the latest numbers."""
         if "eval/tau" in metrics:
             self.tau = f" tau {metrics['eval/tau']:.3f}"
+        if "init/tokens" in metrics:
+            self.text = f" forecast from {metrics['init/tokens']:,.0f} supervised tokens"
         if "train/loss" in metrics:
             speed = metrics.get("train/supervised_tokens_per_s", 0.0)
             self.text = f" loss {metrics['train/loss']:.4f} {speed:,.0f} supervised tokens/s"
