@@ -21,10 +21,10 @@ from torch import Tensor
 
 from eval.accept import Accepted, Proposal
 from eval.sampling import Coin
-from eval.tree import Tree
+from eval.tree import Topology
 
 
-def accept_block(tree: Tree, tokens_N: Tensor, probs_NV: Tensor, proposal: Proposal, coin: Coin) -> Accepted:
+def accept_block(tree: Topology, tokens_N: Tensor, probs_NV: Tensor, proposal: Proposal, coin: Coin) -> Accepted:
     """The emitted tokens have the target's law, and are in expectation never fewer than with `accept_sampling`.
 
     tree: a chain; on any other tree the rule is not defined. Its ranks do not matter.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eval.accept import Accepted, accept_greedy, accept_sampling, accept_typical
+from eval.block_verification import accept_block
 from eval.drafters import Draft, Drafter
 from eval.records import Cycle, Timing
 from eval.sampling import Coin, SamplingConfig, probabilities
@@ -23,8 +24,9 @@ from heads.target import FINAL_NORM, Target
 class AcceptanceConfig:
     """Which drafts stand (`conf/eval/`).
 
-    rule: "greedy" (temperature 0), "sampling" (lossless) or "typical" (lossy, Medusa's).
-    drafts: "top" takes the heads' most likely candidates; "sampled" draws them (rule sampling only).
+    rule: "greedy" (temperature 0), "sampling" (lossless), "block" (lossless, for chains: judges their drafts together)
+        or "typical" (lossy, Medusa's).
+    drafts: "top" takes the heads' most likely candidates; "sampled" draws them (rules sampling and block).
     """
 
     rule: str = "greedy"
@@ -34,17 +36,21 @@ class AcceptanceConfig:
     delta: float = 0.3
 
     def __post_init__(self):
-        if self.rule not in {"greedy", "sampling", "typical"}:
-            raise ValueError(f"acceptance.rule={self.rule} must be greedy, sampling or typical")
+        if self.rule not in {"greedy", "sampling", "block", "typical"}:
+            raise ValueError(f"acceptance.rule={self.rule} must be greedy, sampling, block or typical")
         if self.drafts not in {"top", "sampled"}:
             raise ValueError(f"acceptance.drafts={self.drafts} must be top or sampled")
         if (self.rule == "greedy") != (self.sampling.temperature == 0):
             raise ValueError(
                 f"acceptance.rule={self.rule} does not go with temperature={self.sampling.temperature}; "
-                "greedy means temperature 0, sampling and typical need one above 0"
+                "greedy means temperature 0, the others need one above 0"
             )
-        if self.drafts == "sampled" and self.rule != "sampling":
-            raise ValueError("acceptance.drafts=sampled needs acceptance.rule=sampling")
+        if self.drafts == "sampled" and self.rule not in {"sampling", "block"}:
+            raise ValueError("acceptance.drafts=sampled needs acceptance.rule=sampling or block")
+        if self.rule == "block" and self.drafts != "sampled":
+            raise ValueError(
+                "acceptance.rule=block gains nothing over sampling for likeliest drafts; set acceptance.drafts=sampled"
+            )
 
     @property
     def lossless(self) -> bool:
@@ -191,6 +197,8 @@ def _acceptor(config: AcceptanceConfig, coin: Coin | None) -> Callable[[Draft, T
 
     def lossless(draft: Draft, logits_NV: Tensor) -> Accepted:
         probs_NV = probabilities(logits_NV, config.sampling)
+        if config.rule == "block" and draft.proposal is not None:
+            return accept_block(draft.tree, draft.tokens_N, probs_NV, draft.proposal, coin)
         return accept_sampling(draft.tree, draft.tokens_N, probs_NV, draft.proposal, coin)
 
     return lossless

@@ -134,7 +134,10 @@ def test_two_processes_count_what_one_counts(run, tmp_path):
         ({"tree": {"source": "mc_sim_7b_64"}}, "mc_sim_7b_63"),
         ({"tree": {"source": "auto"}}, "tree.source=auto needs tree.calibration"),
         ({"prompts": ["missing.jsonl"]}, "missing.jsonl"),
-        ({"benchmark": {"acceptance": {"rule": "lucky"}}}, "acceptance.rule=lucky must be greedy, sampling or typical"),
+        (
+            {"benchmark": {"acceptance": {"rule": "lucky"}}},
+            "acceptance.rule=lucky must be greedy, sampling, block or typical",
+        ),
         ({"benchmark": {"max_new_token": 3}}, "unknown setting benchmark.max_new_token"),
         ({"limit": "few"}, "setting limit"),
     ],

@@ -12,10 +12,14 @@ from eval.decode import (
     speculative_generate,
 )
 from eval.drafters import Draft, MedusaDrafter
+from eval.drafting import build_drafter
+from eval.level_drafter import DynamicTree
 from eval.sampling import SamplingConfig, TorchCoin, probabilities
 from eval.stopping import StopConditions
 from eval.tree import Tree
+from heads.eagle3 import Eagle3Config
 from heads.tiny import FAMILIES
+from tests.heads.test_eagle import make
 
 GREEDY = AcceptanceConfig()
 
@@ -123,26 +127,44 @@ def test_a_prompt_longer_than_the_context_is_refused(tiny_target, random_heads):
         plain(target, list(range(9)), conditions)
 
 
+def test_block_verification_is_for_sampled_drafts():
+    with pytest.raises(ValueError, match=r"acceptance.rule=block gains nothing .* set acceptance.drafts=sampled"):
+        AcceptanceConfig(rule="block", sampling=SamplingConfig(temperature=1.0))
+
+
 def test_a_tree_deeper_than_the_heads_is_refused(tiny_target, random_heads):
     heads = random_heads(tiny_target(), num_heads=2)
     with pytest.raises(ValueError, match=r"tree node \[0,0,0\] is at depth 3 but the heads draft 2"):
         MedusaDrafter(heads, Tree.chain(3))
 
 
+BUSHY = Tree.from_choices([[0], [1], [0, 0], [1, 0]])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", ["top", "sampled"])
-def test_sampling_keeps_the_law_of_the_second_and_third_token(drafts, tiny_target, random_heads):
+@pytest.mark.parametrize("family", ["medusa", "eagle3"])
+@pytest.mark.parametrize(
+    ("rule", "drafts", "tree"),
+    [
+        ("sampling", "top", BUSHY),
+        ("sampling", "sampled", BUSHY),
+        ("block", "sampled", Tree.chain(2)),
+        ("sampling", "top", DynamicTree(nodes=4, depth=2, width=2)),
+    ],
+    ids=["top", "sampled", "block", "dynamic"],
+)
+def test_sampling_keeps_the_law_of_the_second_and_third_token(family, rule, drafts, tree, tiny_target, random_heads):
     """The law of (x2, x3) from many seeded runs against exact probabilities: the residual and the bonus path."""
+    if family == "medusa" and isinstance(tree, DynamicTree):
+        pytest.skip("Medusa heads have no dynamic tree")
     target = tiny_target()
     sampling = SamplingConfig(temperature=1.5, top_k=3)
-    acceptance = AcceptanceConfig(rule="sampling", sampling=sampling, drafts=drafts)
-    heads = random_heads(target, noise=0.05, num_heads=2)
+    acceptance = AcceptanceConfig(rule=rule, sampling=sampling, drafts=drafts)
+    heads = random_heads(target, noise=0.05, num_heads=2) if family == "medusa" else make(target, Eagle3Config())
     prompt, conditions, runs = [5, 6, 7], StopConditions(max_new_tokens=3), 1500
     counts: dict[tuple[int, ...], int] = {}
     coin = TorchCoin(torch.Generator().manual_seed(1))
-    drafter = MedusaDrafter(
-        heads, Tree.from_choices([[0], [1], [0, 0], [1, 0]]), sampling if drafts == "sampled" else None, coin
-    )
+    drafter = build_drafter(heads, tree, sampling if drafts == "sampled" else None, coin)
     for _ in range(runs):
         tokens = speculative(target, drafter, prompt, conditions, acceptance, coin).tokens
         counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
