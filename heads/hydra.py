@@ -23,6 +23,7 @@ from heads.family import DraftHeads
 from heads.masks import additive, document_mask
 from heads.medusa import INITS, LM_HEADS
 from heads.objectives import Objective, chunked_loss
+from heads.packed import PackedLinear
 from heads.target import FINAL_NORM, Target
 
 # Shapes: B batch, T tokens, N anchors or tree nodes, K heads, E = k + 1 embeddings of head k, D hidden, J = (E + 1) * D
@@ -78,6 +79,8 @@ class HydraHead(nn.Module):
 
 
 def _linear(layer: nn.Module, inputs_NI: Tensor) -> Tensor:
+    if isinstance(layer, PackedLinear):
+        return layer(inputs_NI)  # only heads that serve are packed, in the dtype of their inputs
     assert isinstance(layer, nn.Linear)
     return F.linear(inputs_NI, layer.weight.to(inputs_NI.dtype), layer.bias.to(inputs_NI.dtype))
 

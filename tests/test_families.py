@@ -10,6 +10,8 @@ from scripts.regenerate import RegenerateConfig, regenerate
 from train.config import from_hydra as train_config
 from train.loop import train
 
+pytestmark = pytest.mark.slow  # four runs and twelve evaluations: a minute
+
 MODEL = {"name": "tiny", "path": "random:llama"}
 CHAIN = {"source": "choices", "choices": [[0], [0, 0], [0, 0, 0]]}
 STATIC = {"source": "choices", "choices": [[0], [1], [0, 0], [1, 0], [0, 1], [0, 0, 0]]}
