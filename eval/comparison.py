@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from eval.benchmark import Bench, BenchmarkConfig, measure_prompt
+from eval.benchmark import ENGINE, Bench, BenchmarkConfig, measure_prompt
 from eval.drafters import Drafter
 from eval.metrics import alpha, alpha_rates, bootstrap_ratio, heads_timings, plain_timings, tau
 from eval.prompts import EvalPrompt
 from eval.records import PromptResult
 from heads.target import Target
-
-ENGINE = "engine"
 
 
 def decode_all(

@@ -14,7 +14,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 from rich.progress import track
 
 from eval.benchmark import ENGINE, GENERATE, BenchmarkConfig, probe_plain, run_benchmark
-from eval.cost import SIZES, measure_costs
 from eval.drafting import build_drafter, for_serving
 from eval.level_drafter import DynamicTree
 from eval.plots import summary_figure
@@ -23,7 +22,7 @@ from eval.records import Evaluation
 from eval.report import Summary, merge, write_report
 from eval.sampling import TorchCoin
 from eval.tree import Tree
-from eval.tree_choice import AUTO, TreeConfig, choose_tree
+from eval.tree_choice import AUTO, TreeConfig, measure_and_choose
 from heads.family import DraftHeads
 from heads.layout import heads_directory, load_heads
 from heads.target import Target, TargetConfig, load_target
@@ -106,9 +105,7 @@ def _prepare(
     config: EvalConfig, target: Target, heads: DraftHeads, prompts: Sequence[EvalPrompt]
 ) -> tuple[Tree | DynamicTree, dict[str, float], dict[str, float]]:
     """What all processes share: the tree, step costs, and tokens per second of the plain settings."""
-    sizes = [size for size in SIZES if size <= config.tree.max_nodes + 1] or [2]
-    costs = measure_costs(target, build_drafter(heads, config.tree.largest(heads)), sizes)
-    tree = choose_tree(config.tree, target, heads, costs)
+    tree, costs = measure_and_choose(config.tree, target, heads)
     nodes = tree.nodes if isinstance(tree, DynamicTree) else tree.size - 1
     logger.info("draft tree of %d nodes, depth %d", nodes, tree.depth)
     others = {name: _in_dtype(name, config, target) for name in _other_settings(config, target)}

@@ -66,18 +66,12 @@ class DynamicTree:
         return self.width + (depth - 1) * self.width**2
 
 
-class DynamicDrafter:
-    """A dynamic tree over any stepper. The drafts follow from the context alone, so every acceptance rule is exact."""
+class _LevelDrafter:
+    """What both kinds of tree share: a stepper, and the tokens of the draft that is being verified."""
 
-    def __init__(self, stepper: Stepper, size: DynamicTree):
-        if stepper.max_depth is not None and size.depth > stepper.max_depth:
-            raise ValueError(f"tree.depth={size.depth} must be at most {stepper.max_depth}, what these heads draft")
-        if size.width > len(stepper.draft_ids):
-            raise ValueError(f"tree.width={size.width} is above the draft vocabulary of {len(stepper.draft_ids)} ids")
-        self.stepper, self.size = stepper, size
-        self.taps = stepper.taps
-        self.depth = size.depth
-        self.tree_size = 1 + min(size.nodes, size.candidates(size.depth))
+    def __init__(self, stepper: Stepper, depth: int, tree_size: int):
+        self.stepper, self.taps = stepper, stepper.taps
+        self.depth, self.tree_size = depth, tree_size
         self._tokens_N: Tensor
 
     def reset(self, prompt_T: Tensor, features: dict[str, Tensor]) -> None:
@@ -85,6 +79,18 @@ class DynamicDrafter:
 
     def observe(self, features: dict[str, Tensor], path_P: Tensor) -> None:
         self.stepper.observe(features, self._tokens_N[path_P], path_P)
+
+
+class DynamicDrafter(_LevelDrafter):
+    """A dynamic tree over any stepper. The drafts follow from the context alone, so every acceptance rule is exact."""
+
+    def __init__(self, stepper: Stepper, size: DynamicTree):
+        if stepper.max_depth is not None and size.depth > stepper.max_depth:
+            raise ValueError(f"tree.depth={size.depth} must be at most {stepper.max_depth}, what these heads draft")
+        if size.width > len(stepper.draft_ids):
+            raise ValueError(f"tree.width={size.width} is above the draft vocabulary of {len(stepper.draft_ids)} ids")
+        super().__init__(stepper, size.depth, 1 + min(size.nodes, size.candidates(size.depth)))
+        self.size = size
 
     def propose(self, root: Tensor, max_depth: int) -> Draft:
         depth, width = min(max_depth, self.size.depth), self.size.width
@@ -132,7 +138,7 @@ class DynamicDrafter:
         return Draft(tree, tokens_N, order_N=order_N)
 
 
-class StaticDrafter:
+class StaticDrafter(_LevelDrafter):
     """A static tree over any stepper: each node takes the candidate of its rank behind its parent.
 
     With `sampling` the children of a node are drawn without replacement from the drafter's law behind it, under the
@@ -141,21 +147,11 @@ class StaticDrafter:
 
     def __init__(self, stepper: Stepper, tree: Tree, sampling: SamplingConfig | None = None, coin: Coin | None = None):
         tree.check(num_heads=stepper.max_depth or tree.depth, top_k=len(stepper.draft_ids))
-        self.stepper = stepper
-        self.taps = stepper.taps
-        self.depth = tree.depth
-        self.tree_size = tree.size
+        super().__init__(stepper, tree.depth, tree.size)
         self.sampling, self.coin = sampling, coin
         self.tree = tree.to(stepper.draft_ids.device)
         self._pruned = {depth: self.tree.pruned(depth) for depth in range(tree.depth + 1)}
         self._levels = {depth: _levels(pruned) for depth, pruned in self._pruned.items()}
-        self._tokens_N: Tensor
-
-    def reset(self, prompt_T: Tensor, features: dict[str, Tensor]) -> None:
-        self.stepper.reset(prompt_T, features)
-
-    def observe(self, features: dict[str, Tensor], path_P: Tensor) -> None:
-        self.stepper.observe(features, self._tokens_N[path_P], path_P)
 
     def propose(self, root: Tensor, max_depth: int) -> Draft:
         depth = min(max_depth, self.tree.depth)

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, field, replace
 
 from eval.calibrate import measure_accuracy, measure_dynamic
-from eval.cost import interpolated, relative_costs
+from eval.cost import SIZES, interpolated, measure_costs, relative_costs
 from eval.drafting import build_drafter
 from eval.level_drafter import DynamicDrafter, DynamicTree
 from eval.prompts import load_prompts
@@ -55,6 +55,19 @@ class TreeConfig:
         depth = self.depth if heads.kind.startswith("eagle") else min(self.depth, heads.depth)
         expand = min(self.expand, len(heads.d2t))
         return DynamicTree(self.nodes or self.max_nodes, depth, expand)
+
+
+def measure_and_choose(
+    config: TreeConfig, target: Target, heads: DraftHeads
+) -> tuple[Tree | DynamicTree, dict[str, float]]:
+    """Measure the step costs on this machine and choose by them: the tree, and the costs in milliseconds.
+
+    Raises:
+        ValueError: if the heads cannot fill the tree.
+    """
+    sizes = [size for size in SIZES if size <= config.max_nodes + 1] or [2]
+    costs = measure_costs(target, build_drafter(heads, config.largest(heads)), sizes)
+    return choose_tree(config, target, heads, costs), costs
 
 
 def choose_tree(config: TreeConfig, target: Target, heads: DraftHeads, costs: dict[str, float]) -> Tree | DynamicTree:

@@ -22,7 +22,7 @@ from heads.alignment import IGNORE, Anchors, find_anchors
 from heads.eagle_layer import EagleCache, EagleLayer, LayerShape, cached_attention, unrolled_attention
 from heads.family import DraftHeads
 from heads.masks import additive
-from heads.objectives import Objective, chunked_loss
+from heads.objectives import Objective
 from heads.target import FINAL_NORM, Target
 
 # Shapes: B batch, T tokens, A most anchors of a row, N anchors or tree nodes, S steps, D hidden, C cached rows,
@@ -61,10 +61,6 @@ class EagleHeads(DraftHeads):
     @abstractmethod
     def feed(self, state: Tensor) -> Tensor:
         """The feature [..., D] of the next step."""
-
-    @abstractmethod
-    def lm_head(self) -> Tensor:
-        """The LM head's rows [Vd, D]."""
 
     def embed(self, ids: Tensor, like: Tensor) -> Tensor:
         """The target's embeddings [..., D] of token ids, in the dtype of `like`."""
@@ -112,16 +108,8 @@ class EagleHeads(DraftHeads):
         with torch.autocast(hidden_RD.device.type, hidden_RD.dtype, enabled=hidden_RD.dtype != torch.float32):
             fused_BTD = self.perturb(self.fuse(features))
             states_SND = self.unroll(fused_BTD, ids_BT, documents_BT, positions_BT, places_BA)[:, valid_BA]
+        loss, statistics = self.loss(self.read(states_SND).to(hidden_RD.dtype), anchors, hidden_RD, label_counts_K)
         scale_K = self.head_scale(self.config.objective, label_counts_K)
-        loss, statistics = chunked_loss(
-            self.read(states_SND).to(hidden_RD.dtype),
-            self.lm_head(),
-            anchors.labels_KN,
-            self.draft_labels(anchors.labels_KN),
-            scale_K,
-            self.config.objective,
-            self.teacher(self.config.objective, hidden_RD, anchors.future_rows()),
-        )
         return loss + self.regression(states_SND, hidden_RD, anchors, scale_K), statistics
 
     def perturb(self, fused_BTD: Tensor) -> Tensor:

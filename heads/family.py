@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from heads.objectives import Objective, Teacher
+from heads.alignment import Anchors
+from heads.objectives import Objective, Teacher, chunked_loss
 from heads.target import FINAL_NORM, Target
 from heads.vocabulary import draft_index, from_offsets, membership, to_offsets
 
@@ -91,6 +92,10 @@ class DraftHeads(nn.Module, ABC):
         label_counts_K: labels of each head in the whole optimiser step, so that micro-batches and processes add up.
         """
 
+    @abstractmethod
+    def lm_head(self) -> Tensor:
+        """The LM head's rows: [Vd, D], or [K, Vd, D] if each head owns one."""
+
     def initialise(self) -> Self:
         """Start from what the target knows; needs `bind`."""
         return self
@@ -146,6 +151,21 @@ class DraftHeads(nn.Module, ABC):
             all_rows_VD.to(hidden_RD.dtype) if reduced else None,
         )
 
+    def loss(
+        self, states_KND: Tensor, anchors: Anchors, hidden_RD: Tensor, label_counts_K: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The token losses of what the LM head reads at the anchors; `hidden_RD` are the `final_norm` features."""
+        objective = self.config.objective
+        return chunked_loss(
+            states_KND,
+            self.lm_head(),
+            anchors.labels_KN,
+            self.draft_labels(anchors.labels_KN),
+            self.head_scale(objective, label_counts_K),
+            objective,
+            self.teacher(objective, hidden_RD, anchors.future_rows()),
+        )
+
     def head_scale(self, objective: Objective, label_counts_K: Tensor) -> Tensor:
         """What a label's loss of each head counts: decay ** k over the number of its labels."""
         decay_K = objective.decay ** torch.arange(len(label_counts_K), device=label_counts_K.device)
@@ -157,3 +177,33 @@ class DraftHeads(nn.Module, ABC):
             "parameters": sum(parameter.numel() for parameter in self.parameters()),
             "draft_vocab_size": len(self.d2t),
         }
+
+
+class HeadPerToken(DraftHeads):
+    """K heads on the target's last feature, one for each token ahead, with LM heads of their own or the target's.
+
+    The config has `num_heads`, `lm_head` ("own" or "shared") and `init` ("target" or "regression").
+    """
+
+    lm_head_weight: nn.Parameter  # [K, Vd, D], of own LM heads
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        return (FINAL_NORM,)
+
+    @property
+    def depth(self) -> int:
+        return self.config.num_heads
+
+    @property
+    def forecasts(self) -> int:
+        return self.depth if self.config.init == "regression" else 0
+
+    def initialise(self) -> Self:
+        """Start own LM heads as the target's rows: every head first repeats the target's guess of x[t+1]."""
+        if self.config.lm_head == "own":
+            self.lm_head_weight.data.copy_(self.target_rows_VD.expand_as(self.lm_head_weight))
+        return self
+
+    def lm_head(self) -> Tensor:
+        return self.lm_head_weight if self.config.lm_head == "own" else self.target_rows_VD

@@ -9,7 +9,6 @@ so that a fresh head passes on the feature, and with it the target's guess. Hydr
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +18,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from heads.alignment import find_anchors
 from heads.eagle import layer_shape
 from heads.eagle_layer import EagleLayer, LayerShape
-from heads.family import DraftHeads
+from heads.family import HeadPerToken
 from heads.masks import additive, document_mask
 from heads.medusa import INITS, LM_HEADS
-from heads.objectives import Objective, chunked_loss
+from heads.objectives import Objective
 from heads.packed import PackedLinear
 from heads.target import FINAL_NORM, Target
 
@@ -106,7 +105,7 @@ class PrefixAttention(nn.Module):
         return self.layer.finish(hidden_BTD, attended_BHTd).to(hidden_BTD.dtype)
 
 
-class HydraHeads(DraftHeads):
+class HydraHeads(HeadPerToken):
     """K Hydra heads; `forward` is the training objective, `embed` and `draft_logits` serve decoding."""
 
     kind = "hydra"
@@ -123,24 +122,6 @@ class HydraHeads(DraftHeads):
     def resolve(cls, config: HydraConfig, target: Target) -> HydraConfig:
         return replace(config, layer=layer_shape(config.layer, target)) if config.prefix_attention else config
 
-    @property
-    def taps(self) -> tuple[str, ...]:
-        return (FINAL_NORM,)
-
-    @property
-    def depth(self) -> int:
-        return self.config.num_heads
-
-    @property
-    def forecasts(self) -> int:
-        return self.depth if self.config.init == "regression" else 0
-
-    def initialise(self) -> Self:
-        """Start own LM heads as the target's rows: every head first repeats the target's guess of x[t+1]."""
-        if self.config.lm_head == "own":
-            self.lm_head_weight.data.copy_(self.target_rows_VD.expand_as(self.lm_head_weight))
-        return self
-
     def start_from(self, maps_KDI: Tensor) -> None:
         """Start from the linear forecasts of `LinearForecast.solve` instead of the feature itself."""
         for head, map_DD in zip(self.heads, maps_KDI, strict=True):
@@ -155,10 +136,6 @@ class HydraHeads(DraftHeads):
     def head_states(self, k: int, hidden_ND: Tensor, embeddings_NED: Tensor) -> Tensor:
         """Run the blocks of head k on features and the k + 1 embeddings behind them: [N, D] in the features' dtype."""
         return self.heads[k](torch.cat([hidden_ND, embeddings_NED.to(hidden_ND.dtype).flatten(1)], dim=1))
-
-    def lm_head(self) -> Tensor:
-        """The LM heads: [K, Vd, D] if each head owns one, else the target's [Vd, D]."""
-        return self.lm_head_weight if self.config.lm_head == "own" else self.target_rows_VD
 
     def draft_logits(self, k: int, hidden_ND: Tensor, embeddings_NED: Tensor) -> Tensor:
         """Head k's guesses behind the certain token and k drafted ones, whose embeddings it reads: [N, Vd]."""
@@ -179,15 +156,10 @@ class HydraHeads(DraftHeads):
         context_BTD = hidden_BTD if self.prefix is None else self.prefix(hidden_BTD, documents_BT, positions_BT)
         context_ND = context_BTD.flatten(0, 1)[anchors.rows_N]
         embeddings_NKD = self.embed(following_ids(ids_BT, anchors.rows_N, self.depth)).to(context_ND.dtype)
-        return chunked_loss(
-            torch.stack([self.head_states(k, context_ND, embeddings_NKD[:, : k + 1]) for k in range(self.depth)]),
-            self.lm_head(),
-            anchors.labels_KN,
-            self.draft_labels(anchors.labels_KN),
-            self.head_scale(self.config.objective, label_counts_K),
-            self.config.objective,
-            self.teacher(self.config.objective, hidden_BTD.flatten(0, 1), anchors.future_rows()),
+        states_KND = torch.stack(
+            [self.head_states(k, context_ND, embeddings_NKD[:, : k + 1]) for k in range(self.depth)]
         )
+        return self.loss(states_KND, anchors, hidden_BTD.flatten(0, 1), label_counts_K)
 
 
 def following_ids(ids_BT: Tensor, rows_N: Tensor, count: int) -> Tensor:

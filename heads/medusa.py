@@ -7,15 +7,14 @@ Paper: arXiv 2401.10774. All heads run as one stacked product. Unlike the origin
 """
 
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.alignment import find_anchors
-from heads.family import DraftHeads
-from heads.objectives import Objective, chunked_loss
+from heads.family import HeadPerToken
+from heads.objectives import Objective
 from heads.target import FINAL_NORM
 
 # Shapes: B batch, T tokens, N rows, K heads, L layers, D hidden, V vocabulary, Vd draft vocabulary
@@ -55,7 +54,7 @@ class MedusaConfig:
             raise ValueError("heads.init=regression starts own LM heads; with heads.lm_head=shared use init=target")
 
 
-class MedusaHeads(DraftHeads):
+class MedusaHeads(HeadPerToken):
     """K Medusa heads; `forward` is the training objective, `draft_logits` serves decoding."""
 
     kind = "medusa"
@@ -68,24 +67,6 @@ class MedusaHeads(DraftHeads):
         self.block_bias = nn.Parameter(torch.zeros(L, K, D))
         if config.lm_head == "own":
             self.lm_head_weight = nn.Parameter(torch.zeros(K, len(draft_ids), D))
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        return (FINAL_NORM,)
-
-    @property
-    def depth(self) -> int:
-        return self.config.num_heads
-
-    @property
-    def forecasts(self) -> int:
-        return self.depth if self.config.init == "regression" else 0
-
-    def initialise(self) -> Self:
-        """Start own LM heads as the target's rows: head k first repeats the target's guess of x[t+1]."""
-        if self.config.lm_head == "own":
-            self.lm_head_weight.data.copy_(self.target_rows_VD.expand_as(self.lm_head_weight))
-        return self
 
     @torch.no_grad()
     def start_from(self, maps_KDI: Tensor) -> None:
@@ -104,10 +85,6 @@ class MedusaHeads(DraftHeads):
             state_KND = state_KND + F.silu(linear_KND)
         return state_KND
 
-    def lm_head(self) -> Tensor:
-        """The LM heads: [K, Vd, D] if each head owns one, else the target's [Vd, D]."""
-        return self.lm_head_weight if self.config.lm_head == "own" else self.target_rows_VD
-
     def draft_logits(self, hidden_D: Tensor) -> Tensor:
         """Guess the next K tokens after the certain one from one feature: [D] -> [K, Vd]."""
         return (self.states(hidden_D[None]) @ self.lm_head().mT.to(hidden_D.dtype)).squeeze(1)
@@ -123,12 +100,4 @@ class MedusaHeads(DraftHeads):
     ) -> tuple[Tensor, Tensor]:
         anchors = find_anchors(ids_BT, supervised_BT, documents_BT, self.config.num_heads)
         hidden_RD = features[FINAL_NORM].flatten(0, 1)
-        return chunked_loss(
-            self.states(hidden_RD[anchors.rows_N]),
-            self.lm_head(),
-            anchors.labels_KN,
-            self.draft_labels(anchors.labels_KN),
-            self.head_scale(self.config.objective, label_counts_K),
-            self.config.objective,
-            self.teacher(self.config.objective, hidden_RD, anchors.future_rows()),
-        )
+        return self.loss(self.states(hidden_RD[anchors.rows_N]), anchors, hidden_RD, label_counts_K)

@@ -19,11 +19,10 @@ from rich.table import Table
 from eval.benchmark import BenchmarkConfig
 from eval.comparison import compare, decode_all, draw_comparison
 from eval.config import from_hydra
-from eval.cost import SIZES, measure_costs
 from eval.drafting import build_drafter, for_serving
 from eval.prompts import load_prompts
 from eval.threads import use_threads
-from eval.tree_choice import TreeConfig, choose_tree
+from eval.tree_choice import TreeConfig, measure_and_choose
 from heads.layout import heads_directory, load_heads
 from heads.target import Target, TargetConfig, load_target
 
@@ -74,9 +73,8 @@ def compare_runs(config: CompareConfig, runs: dict[str, Path]) -> list[dict[str,
 
 def _drafter(config: CompareConfig, target: Target, run: Path):
     heads = for_serving(load_heads(heads_directory(run), target), target)
-    sizes = [size for size in SIZES if size <= config.tree.max_nodes + 1] or [2]
-    costs = measure_costs(target, build_drafter(heads, config.tree.largest(heads)), sizes)
-    return build_drafter(heads, choose_tree(config.tree, target, heads, costs))
+    tree, _ = measure_and_choose(config.tree, target, heads)
+    return build_drafter(heads, tree)
 
 
 def _training(run: Path) -> dict[str, Any]:
