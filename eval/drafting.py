@@ -19,6 +19,7 @@ def for_serving(heads: DraftHeads, target: Target) -> DraftHeads:
     heads = heads.to(target.dtype).eval()
     if target.device.type == "cpu" and can_pack(target.dtype):
         pack_linears(heads)
+        heads.pack_lm_head()
     return heads
 
 

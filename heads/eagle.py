@@ -24,6 +24,7 @@ from heads.family import DraftHeads
 from heads.masks import additive
 from heads.objectives import Objective
 from heads.target import FINAL_NORM, Target
+from heads.warm_start import LinearForecast
 
 # Shapes: B batch, T tokens, A most anchors of a row, N anchors or tree nodes, S steps, D hidden, C cached rows,
 # V vocabulary, Vd draft vocabulary
@@ -72,16 +73,17 @@ class EagleHeads(DraftHeads):
         """The states [S, B, A, D] of all steps at the positions `places_BA`, with the data's tokens as drafts."""
         T, window = ids_BT.shape[1], self.config.layer.sliding_window
         next_BT = ids_BT.roll(-1, 1)  # the last token's is of no account: no anchor sees so far
-        inputs_BTI, _ = self.enter(self.embed(next_BT, fused_BTD), fused_BTD)
+        inputs_BTI, residual_BTD = self.enter(self.embed(next_BT, fused_BTD), fused_BTD)
         key_BGTd, value_BGTd = self.layer.keys_values(inputs_BTI, positions_BT)
-        feature_BAD = fused_BTD.gather(1, places_BA[..., None].expand(-1, -1, fused_BTD.shape[-1]))
+        inputs_BAI, residual_BAD = at_places(inputs_BTI, places_BA), at_places(residual_BTD, places_BA)
         own: list[tuple[Tensor, Tensor]] = []
-        states = []
+        states: list[Tensor] = []
         for step in range(self.depth):
-            tokens_BA = ids_BT.gather(1, (places_BA + 1 + step).clamp_max(T - 1))
             at_BA = positions_BT.gather(1, places_BA) + step
-            inputs_BAI, residual_BAD = self.enter(self.embed(tokens_BA, feature_BAD), feature_BAD)
             if step:
+                feature_BAD = self.feed(states[-1])
+                tokens_BA = ids_BT.gather(1, (places_BA + 1 + step).clamp_max(T - 1))
+                inputs_BAI, residual_BAD = self.enter(self.embed(tokens_BA, feature_BAD), feature_BAD)
                 own.append(self.layer.keys_values(inputs_BAI, at_BA))
             visible_BAT = causal_visibility(places_BA, documents_BT, positions_BT, step, window)
             attended_BHAd = unrolled_attention(
@@ -89,7 +91,6 @@ class EagleHeads(DraftHeads):
                 additive(visible_BAT, fused_BTD.dtype), own if window is None else own[-window:],
             )  # fmt: skip
             states.append(self.layer.finish(residual_BAD, attended_BHAd))
-            feature_BAD = self.feed(states[-1])
         return torch.stack(states)
 
     def forward(
@@ -144,7 +145,7 @@ class EagleHeads(DraftHeads):
 
     def draft_logits(self, state_ND: Tensor) -> Tensor:
         """The guesses [N, Vd] of states."""
-        return F.linear(self.read(state_ND), self.lm_head().to(state_ND.dtype))
+        return self.guess(self.read(state_ND))
 
 
 def anchor_table(rows_N: Tensor, B: int, T: int) -> tuple[Tensor, Tensor]:
@@ -154,6 +155,11 @@ def anchor_table(rows_N: Tensor, B: int, T: int) -> tuple[Tensor, Tensor]:
     places_BA = torch.zeros(valid_BA.shape, dtype=torch.long, device=rows_N.device)
     places_BA[valid_BA] = rows_N % T
     return places_BA, valid_BA
+
+
+def at_places(rows_BTD: Tensor, places_BA: Tensor) -> Tensor:
+    """The rows [B, A, D] at `places_BA`."""
+    return rows_BTD.gather(1, places_BA[..., None].expand(-1, -1, rows_BTD.shape[-1]))
 
 
 def causal_visibility(
@@ -244,8 +250,8 @@ class Eagle1Heads(EagleHeads):
         return torch.cat([self.embed(ids_BT.roll(-1, 1), hidden_BTD), hidden_BTD], -1)
 
     @torch.no_grad()
-    def start_from(self, maps_KDI: Tensor) -> None:
-        self.fc.weight.copy_(maps_KDI[0])
+    def start_from(self, forecast: LinearForecast) -> None:
+        self.fc.weight.copy_(forecast.solve()[0])
         for projection in (self.layer.o_proj, self.layer.down_proj):
             projection.weight.zero_()
 

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from heads.eagle import EagleHeads
+from heads.eagle3_start import Moments, start_layer
 from heads.eagle_layer import EagleLayer, LayerShape
 from heads.objectives import Objective
-from heads.target import Target
+from heads.target import FINAL_NORM, Target
+from heads.warm_start import LinearForecast
 
 # Shapes: B batch, T tokens, D hidden, V vocabulary, Vd draft vocabulary
 
@@ -30,9 +32,12 @@ class Eagle3Config:
     num_steps: unrolled training steps. taps: the target's decoder blocks (0-based) whose outputs are fused; None takes
     1, n//2-1 and n-4. norm_before_residual: the residual stream starts from the normed feature. norm_before_fc: one
     norm over the joined taps (speculators). fc_norm: a norm for each tap. norm_output: feed the normed state back.
+    init: "target" repeats the target's guess; "regression" is the linear forecast of heads/eagle3_start.py, fitted on
+    `trainer.init_tokens` tokens, for the default norms.
     """
 
     num_steps: int = 4
+    init: str = "target"
     taps: list[int] | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -49,6 +54,14 @@ class Eagle3Config:
             raise ValueError(f"heads.taps={self.taps} must be ascending numbers of decoder blocks, from 0, none twice")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("heads.norm_before_fc and heads.fc_norm exclude each other; choose one")
+        if self.init not in {"target", "regression"}:
+            raise ValueError(f"heads.init={self.init} must be target or regression")
+        normed = self.norm_before_residual or self.norm_before_fc or self.fc_norm or self.norm_output
+        if self.init == "regression" and (normed or self.layer.qk_norm):
+            raise ValueError(
+                "heads.init=regression is for the default norms; use init=target with norm_before_residual, "
+                "norm_before_fc, fc_norm, norm_output or layer.qk_norm"
+            )
 
 
 class Eagle3Heads(EagleHeads):
@@ -85,6 +98,23 @@ class Eagle3Heads(EagleHeads):
     @property
     def taps(self) -> tuple[str, ...]:
         return tuple(f"post_block[{block}]" for block in self.config.taps)
+
+    @property
+    def forecasts(self) -> int:
+        return 1 if self.config.init == "regression" else 0
+
+    @property
+    def forecast_size(self) -> int:
+        return (2 + len(self.config.taps)) * self.hidden_size
+
+    def forecast_inputs(self, features: dict[str, Tensor], ids_BT: Tensor) -> Tensor:
+        hidden_BTD = features[FINAL_NORM]
+        normed_BTD = self.input_layernorm(self.embed(ids_BT.roll(-1, 1), hidden_BTD))
+        return torch.cat([normed_BTD, *(features[tap] for tap in self.taps), hidden_BTD], -1)
+
+    @torch.no_grad()
+    def start_from(self, forecast: LinearForecast) -> None:
+        self.fc.weight.copy_(start_layer(self.layer, Moments(forecast, self.final_norm.weight)))
 
     @torch.no_grad()
     def initialise(self) -> Self:

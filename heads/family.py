@@ -8,12 +8,15 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.alignment import Anchors
 from heads.objectives import Objective, Teacher, chunked_loss
+from heads.packed import PackedLinear
 from heads.target import FINAL_NORM, Target
 from heads.vocabulary import draft_index, from_offsets, membership, to_offsets
+from heads.warm_start import LinearForecast
 
 # Shapes: B batch, T tokens, R = B * T rows, K heads or unrolled steps, N anchors, D hidden, V vocabulary,
 # Vd draft vocabulary
@@ -42,6 +45,7 @@ class DraftHeads(nn.Module, ABC):
         self.register_buffer("draft_index_V", draft_index(draft_ids, vocab_size), persistent=False)
         self.register_buffer("target_rows_VD", torch.empty(0), persistent=False)
         self._target: list[Target] = []  # in a list, so that its parameters do not become the heads'
+        self._packed_lm_head: list[PackedLinear] = []
 
     @classmethod
     def resolve(cls, config: Any, target: Target) -> Any:
@@ -65,7 +69,7 @@ class DraftHeads(nn.Module, ABC):
 
     @property
     def forecasts(self) -> int:
-        """How many maps of `heads.warm_start.LinearForecast` training starts from (`start_from` takes them)."""
+        """How many maps of the `LinearForecast` that training starts from (`start_from`); 0 for none."""
         return 0
 
     @property
@@ -100,8 +104,8 @@ class DraftHeads(nn.Module, ABC):
         """Start from what the target knows; needs `bind`."""
         return self
 
-    def start_from(self, maps_KDI: Tensor) -> None:
-        """Start from the linear forecasts of `LinearForecast.solve`."""
+    def start_from(self, forecast: LinearForecast) -> None:
+        """Start from linear forecasts of the target's next features."""
         raise NotImplementedError
 
     @property
@@ -133,6 +137,18 @@ class DraftHeads(nn.Module, ABC):
         weight_VD = target.lm_head.weight.detach()
         self.target_rows_VD = weight_VD if len(self.d2t) == self.vocab_size else weight_VD[self.draft_ids]
         return self
+
+    def pack_lm_head(self) -> None:
+        """Lay out the LM head that all heads or steps share for a CPU; `guess` then no longer follows training."""
+        rows_VD = self.lm_head()
+        if rows_VD.ndim == 2:
+            self._packed_lm_head = [PackedLinear(nn.Parameter(rows_VD.detach(), requires_grad=False))]
+
+    def guess(self, states_D: Tensor) -> Tensor:
+        """The logits [..., Vd] of states [..., D], through the LM head that all heads or steps share."""
+        if self._packed_lm_head:
+            return self._packed_lm_head[0](states_D)
+        return F.linear(states_D, self.lm_head().to(states_D.dtype))
 
     def draft_labels(self, labels_KN: Tensor) -> Tensor:
         """Draft indices of labels: negative where there is no label or the draft vocabulary lacks it."""

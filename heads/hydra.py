@@ -24,6 +24,7 @@ from heads.medusa import INITS, LM_HEADS
 from heads.objectives import Objective
 from heads.packed import PackedLinear
 from heads.target import FINAL_NORM, Target
+from heads.warm_start import LinearForecast
 
 # Shapes: B batch, T tokens, N anchors or tree nodes, K heads, E = k + 1 embeddings of head k, D hidden, J = (E + 1) * D
 # inputs of head k, I inputs of a block, H attention and G key/value heads of size d, V vocabulary, Vd draft vocabulary
@@ -122,9 +123,9 @@ class HydraHeads(HeadPerToken):
     def resolve(cls, config: HydraConfig, target: Target) -> HydraConfig:
         return replace(config, layer=layer_shape(config.layer, target)) if config.prefix_attention else config
 
-    def start_from(self, maps_KDI: Tensor) -> None:
-        """Start from the linear forecasts of `LinearForecast.solve` instead of the feature itself."""
-        for head, map_DD in zip(self.heads, maps_KDI, strict=True):
+    def start_from(self, forecast: LinearForecast) -> None:
+        """Start from the linear forecasts instead of the feature itself."""
+        for head, map_DD in zip(self.heads, forecast.solve(), strict=True):
             head.get_parameter("skip.weight").data[:, : self.hidden_size] = map_DD
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -139,8 +140,10 @@ class HydraHeads(HeadPerToken):
 
     def draft_logits(self, k: int, hidden_ND: Tensor, embeddings_NED: Tensor) -> Tensor:
         """Head k's guesses behind the certain token and k drafted ones, whose embeddings it reads: [N, Vd]."""
-        rows_VD = self.lm_head().expand(self.depth, -1, -1)[k]
-        return F.linear(self.head_states(k, hidden_ND, embeddings_NED), rows_VD.to(hidden_ND.dtype))
+        states_ND = self.head_states(k, hidden_ND, embeddings_NED)
+        if self.config.lm_head == "shared":
+            return self.guess(states_ND)
+        return F.linear(states_ND, self.lm_head_weight[k].to(hidden_ND.dtype))
 
     def forward(
         self,

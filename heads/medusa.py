@@ -16,6 +16,7 @@ from heads.alignment import find_anchors
 from heads.family import HeadPerToken
 from heads.objectives import Objective
 from heads.target import FINAL_NORM
+from heads.warm_start import LinearForecast
 
 # Shapes: B batch, T tokens, N rows, K heads, L layers, D hidden, V vocabulary, Vd draft vocabulary
 
@@ -69,8 +70,9 @@ class MedusaHeads(HeadPerToken):
             self.lm_head_weight = nn.Parameter(torch.zeros(K, len(draft_ids), D))
 
     @torch.no_grad()
-    def start_from(self, maps_KDI: Tensor) -> None:
-        """Start own LM heads as the target's rows after the linear forecasts of `LinearForecast.solve`."""
+    def start_from(self, forecast: LinearForecast) -> None:
+        """Start own LM heads as the target's rows after the linear forecasts."""
+        maps_KDI = forecast.solve()
         rows_VD = self.target_rows_VD.to(maps_KDI.dtype)
         for k, map_DD in enumerate(maps_KDI):
             self.lm_head_weight[k] = rows_VD @ map_DD
@@ -87,7 +89,10 @@ class MedusaHeads(HeadPerToken):
 
     def draft_logits(self, hidden_D: Tensor) -> Tensor:
         """Guess the next K tokens after the certain one from one feature: [D] -> [K, Vd]."""
-        return (self.states(hidden_D[None]) @ self.lm_head().mT.to(hidden_D.dtype)).squeeze(1)
+        states_K1D = self.states(hidden_D[None])
+        if self.config.lm_head == "shared":
+            return self.guess(states_K1D.squeeze(1))
+        return (states_K1D @ self.lm_head_weight.mT.to(hidden_D.dtype)).squeeze(1)
 
     def forward(
         self,

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 class PackedLinear(nn.Module):
     """An `nn.Linear` for inference whose weight lies in oneDNN's blocked layout, with its own row-major copy."""
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None):
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 8)
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -36,4 +36,4 @@ def pack_linears(model: nn.Module) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                setattr(module, name, PackedLinear(child))
+                setattr(module, name, PackedLinear(child.weight, child.bias))

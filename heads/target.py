@@ -7,6 +7,7 @@ checkpoints, scaled embeddings and soft-capped logits are the model's own busine
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -198,6 +199,9 @@ def load_target(config: TargetConfig, device: str | torch.device | None = None) 
         ValueError: if the path holds no loadable model, or the model computes something that heads cannot follow.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not torch.cuda.is_available():
+        # transformers repeats the keys of every group under a mask, as CUDA kernels want it; a CPU's need no copies.
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     if config.path.startswith("random:"):
         model, tokenizer = tiny_model_and_tokenizer(config.path.removeprefix("random:"))
         cast(nn.Module, model).to(DTYPES[config.dtype if config.dtype != "auto" else "float32"])

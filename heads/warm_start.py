@@ -19,7 +19,7 @@ RIDGE = 1e-2  # of the mean square of each input: features and embeddings differ
 
 
 class LinearForecast:
-    """Accumulates the normal equations of K regressions in float64."""
+    """Accumulates the normal equations of K regressions in float64; the products of a batch are float32."""
 
     def __init__(self, num_heads: int, input_size: int, hidden_size: int, device: torch.device):
         size = {"dtype": torch.float64, "device": device}
@@ -31,7 +31,7 @@ class LinearForecast:
     ) -> None:
         """Add the pairs (i[t], f[t+1+k]) of every supervised label of head k."""
         anchors = find_anchors(ids_BT, supervised_BT, documents_BT, len(self.gram_KEE))
-        inputs_RI, hidden_RD = inputs_BTI.flatten(0, 1).double(), hidden_BTD.flatten(0, 1).double()
+        inputs_RI, hidden_RD = inputs_BTI.flatten(0, 1).float(), hidden_BTD.flatten(0, 1).float()
         future_KN = anchors.future_rows()
         for k, labels_N in enumerate(anchors.labels_KN):
             labelled_N = labels_N != IGNORE
@@ -46,9 +46,11 @@ class LinearForecast:
 
     def solve(self) -> Tensor:
         """Return the maps M_k [K, D, I], to be applied as M_k i; the constant is dropped, LM heads have no bias."""
-        maps = []
-        for gram_EE, cross_ED in zip(self.gram_KEE, self.cross_KED, strict=True):
-            damped_EE = gram_EE + torch.diag(RIDGE * gram_EE.diagonal().clamp_min(1e-12))
-            solution_ED = torch.cholesky_solve(cross_ED, torch.linalg.cholesky(damped_EE))
-            maps.append(solution_ED[:-1].T)
-        return torch.stack(maps)
+        pairs = zip(self.gram_KEE, self.cross_KED, strict=True)
+        return torch.stack([ridge(gram_EE, cross_ED)[:-1].T for gram_EE, cross_ED in pairs])
+
+
+def ridge(gram_EE: Tensor, cross_ED: Tensor) -> Tensor:
+    """The regression [E, D] that these sums of products ask for, damped by `RIDGE`."""
+    damped_EE = gram_EE + torch.diag(RIDGE * gram_EE.diagonal().clamp_min(1e-12))
+    return torch.cholesky_solve(cross_ED, torch.linalg.cholesky(damped_EE))

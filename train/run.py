@@ -103,7 +103,7 @@ class Run:
             if tokens >= self.trainer.init_tokens:
                 break
         forecast.combine(lambda sums: cast(Tensor, self.accelerator.reduce(sums, "sum")))
-        self.heads.start_from(forecast.solve())
+        self.heads.start_from(forecast)
         for parameter in self.heads.parameters():
             broadcast(parameter.data)
         logger.info("heads start from a linear forecast over %d supervised tokens", tokens)

@@ -248,7 +248,7 @@ def test_eagle1_starts_from_the_forecast_of_the_next_feature(tiny_target):
     features = target.features(ids, positions, documents)
     forecast = LinearForecast(heads.forecasts, heads.forecast_size, heads.hidden_size, target.device)
     forecast.add(heads.forecast_inputs(features, ids), features[FINAL_NORM], ids, supervised, documents)
-    heads.start_from(forecast.solve())
+    heads.start_from(forecast)
     states_S1AD = heads.unroll(features[FINAL_NORM][:1], ids[:1], documents[:1], positions[:1], torch.tensor([[5]]))
     inputs_I = torch.cat([target.embed(ids[0, 6]), features[FINAL_NORM][0, 5]])
     torch.testing.assert_close(states_S1AD[0, 0, 0], forecast.solve()[0].float() @ inputs_I, rtol=1e-4, atol=1e-4)

@@ -220,8 +220,8 @@ def test_heads_start_from_a_linear_forecast(lm_head, tiny_target, batch):
     features, ids, supervised, documents, *_ = batch
     forecast = LinearForecast(3, 32, 32, torch.device("cpu"))
     forecast.add(features["final_norm"], features["final_norm"], ids, supervised, documents)
+    model.start_from(forecast)
     maps = forecast.solve()
-    model.start_from(maps)
     hidden_ND = torch.randn(5, 32)
     for k in range(3):
         embeddings = model.embed(torch.randint(0, 256, (5, k + 1)))

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from heads.medusa import MedusaConfig, MedusaHeads
-from heads.warm_start import LinearForecast
+from heads.warm_start import RIDGE, LinearForecast
 
 
 def test_a_linear_future_is_recovered(monkeypatch):
@@ -26,8 +26,11 @@ def test_heads_start_as_the_targets_rows_after_the_map(tiny_target):
     target = tiny_target()
     ids = torch.arange(10, 100)
     heads = MedusaHeads(MedusaConfig(num_heads=2), 32, 320, ids).bind(target).initialise()
+    forecast = LinearForecast(2, 32, 32, target.device)
     maps = torch.randn(2, 32, 32, dtype=torch.float64)
-    heads.start_from(maps)
+    forecast.gram_KEE += 1e6 * torch.eye(33, dtype=torch.float64)
+    forecast.cross_KED[:, :-1] = 1e6 * (1 + RIDGE) * maps.mT
+    heads.start_from(forecast)
     hidden = torch.randn(32)
     for k in range(2):
         expected = target.logits(maps[k].float() @ hidden)[ids]
