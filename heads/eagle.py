@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from heads.alignment import IGNORE, Anchors, find_anchors
 from heads.eagle_layer import EagleCache, EagleLayer, LayerShape, cached_attention, unrolled_attention
 from heads.family import DraftHeads
 from heads.masks import additive
 from heads.objectives import Objective
+from heads.scaled_linear import ScaledLinear
 from heads.target import FINAL_NORM, Target
 from heads.warm_start import LinearForecast
 
@@ -230,7 +231,7 @@ class Eagle1Heads(EagleHeads):
 
     def __init__(self, config: EagleConfig, hidden_size: int, vocab_size: int, draft_ids: Tensor):
         super().__init__(config, hidden_size, vocab_size, draft_ids)
-        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=config.bias)
+        self.fc = ScaledLinear(2 * hidden_size, hidden_size, bias=config.bias)
         self.layer = EagleLayer(config.layer, hidden_size, hidden_size)
 
     @property
@@ -251,7 +252,7 @@ class Eagle1Heads(EagleHeads):
 
     @torch.no_grad()
     def start_from(self, forecast: LinearForecast) -> None:
-        self.fc.weight.copy_(forecast.solve()[0])
+        self.fc.start(forecast.solve()[0].float(), forecast.input_rms())
         for projection in (self.layer.o_proj, self.layer.down_proj):
             projection.weight.zero_()
 

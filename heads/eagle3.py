@@ -19,6 +19,7 @@ from heads.eagle import EagleHeads
 from heads.eagle3_start import Moments, start_layer
 from heads.eagle_layer import EagleLayer, LayerShape
 from heads.objectives import Objective
+from heads.scaled_linear import ScaledLinear
 from heads.target import FINAL_NORM, Target
 from heads.warm_start import LinearForecast
 
@@ -79,7 +80,7 @@ class Eagle3Heads(EagleHeads):
             self.input_norm = LlamaRMSNorm(len(config.taps) * D, eps)
         if config.fc_norm:
             self.fc_norms = nn.ModuleList(LlamaRMSNorm(D, eps) for _ in config.taps)
-        self.fc = nn.Linear(len(config.taps) * D, D, bias=False)
+        self.fc = ScaledLinear(len(config.taps) * D, D)
         self.input_layernorm = LlamaRMSNorm(D, eps)
         self.hidden_norm = LlamaRMSNorm(D, eps)
         self.layer = EagleLayer(config.layer, D, 2 * D)
@@ -114,7 +115,8 @@ class Eagle3Heads(EagleHeads):
 
     @torch.no_grad()
     def start_from(self, forecast: LinearForecast) -> None:
-        self.fc.weight.copy_(start_layer(self.layer, Moments(forecast, self.final_norm.weight)))
+        rms_X = forecast.input_rms()[self.hidden_size : -self.hidden_size]  # of the taps, see forecast_inputs
+        self.fc.start(start_layer(self.layer, Moments(forecast, self.final_norm.weight)).float(), rms_X)
 
     @torch.no_grad()
     def initialise(self) -> Self:

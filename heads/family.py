@@ -142,7 +142,7 @@ class DraftHeads(nn.Module, ABC):
         """Lay out the LM head that all heads or steps share for a CPU; `guess` then no longer follows training."""
         rows_VD = self.lm_head()
         if rows_VD.ndim == 2:
-            self._packed_lm_head = [PackedLinear(nn.Parameter(rows_VD.detach(), requires_grad=False))]
+            self._packed_lm_head = [PackedLinear(rows_VD.detach())]
 
     def guess(self, states_D: Tensor) -> Tensor:
         """The logits [..., Vd] of states [..., D], through the LM head that all heads or steps share."""

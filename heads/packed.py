@@ -9,11 +9,13 @@ each shape; calling them directly costs nothing and gives the same numbers for p
 import torch
 from torch import Tensor, nn
 
+from heads.scaled_linear import ScaledLinear
+
 
 class PackedLinear(nn.Module):
     """An `nn.Linear` for inference whose weight lies in oneDNN's blocked layout, with its own row-major copy."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None):
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
@@ -32,8 +34,10 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace every plain `nn.Linear` below `model` by a `PackedLinear` that shares its parameters."""
+    """Replace every `nn.Linear` and `ScaledLinear` below `model` by a `PackedLinear` that shares its parameters."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 setattr(module, name, PackedLinear(child.weight, child.bias))
+            elif isinstance(child, ScaledLinear):
+                setattr(module, name, PackedLinear(child.unscaled, child.bias))

@@ -44,6 +44,11 @@ class LinearForecast:
         """Replace the sums of this process by those of all processes."""
         self.gram_KEE, self.cross_KED = reduce(self.gram_KEE), reduce(self.cross_KED)
 
+    def input_rms(self) -> Tensor:
+        """The root mean square [I] of what the first head reads."""
+        sums_E = self.gram_KEE[0].diagonal()
+        return (sums_E[:-1] / sums_E[-1].clamp_min(1.0)).sqrt().float()
+
     def solve(self) -> Tensor:
         """Return the maps M_k [K, D, I], to be applied as M_k i; the constant is dropped, LM heads have no bias."""
         pairs = zip(self.gram_KEE, self.cross_KED, strict=True)

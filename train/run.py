@@ -104,8 +104,8 @@ class Run:
                 break
         forecast.combine(lambda sums: cast(Tensor, self.accelerator.reduce(sums, "sum")))
         self.heads.start_from(forecast)
-        for parameter in self.heads.parameters():
-            broadcast(parameter.data)
+        for tensor in (*self.heads.parameters(), *self.heads.buffers()):
+            broadcast(tensor.data)
         logger.info("heads start from a linear forecast over %d supervised tokens", tokens)
 
     def measure(self) -> None:

@@ -56,7 +56,7 @@ def import_heads(directory: Path, target: Target, kind: str, format_name: str) -
     state = {at.name: tensors[name] for name, at in table.items() if at.name in heads.state_dict()}
     if "lm_head_weight" in state:
         state["lm_head_weight"] = state["lm_head_weight"][order]
-    heads.load_state_dict({**state, "d2t": heads.d2t, "t2d": heads.t2d})
+    heads.load_state_dict({**heads.state_dict(), **state, "d2t": heads.d2t, "t2d": heads.t2d})
     return heads.bind(target)
 
 
