@@ -1,10 +1,11 @@
-"""Write trained heads as a serving engine reads them, with a model card and checksums.
+"""Write trained heads as a serving engine reads them, with a model card, a parity certificate and checksums.
 
 python scripts/export_heads.py heads=outputs/eagle3-llama3-8b model=llama3-8b format=vllm
 python scripts/export_heads.py heads=outputs/run/heads model=qwen3-8b format=fasterdecoding output=for-tgi
 python scripts/export_heads.py heads=outputs/eagle3-qwen3-8b model=qwen3-8b format=sglang
 
 The kind of the saved heads decides what a format means: `format=vllm` exists for Medusa, EAGLE-1 and EAGLE-3.
+The certificate holds what the trained heads say of a few prompts; scripts/verify_export.py compares the files with it.
 """
 
 import logging
@@ -17,9 +18,12 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from eval.config import from_hydra, heads_as_source
+from eval.parity.certificate import GOLDEN_FILE, PARITY_FILE
+from eval.parity.golden import certify
 from heads.export import eagle_writer, medusa_writer
 from heads.export.formats import check_kind, kinds_of
-from heads.layout import heads_directory, read_config
+from heads.export.package import Companion
+from heads.layout import heads_directory, load_heads, read_config
 from heads.target import TargetConfig, load_target
 
 WRITERS = {
@@ -51,14 +55,22 @@ def export(config: ExportConfig) -> None:
     kind = read_config(source)["kind"]
     check_kind(kind, config.format, f"{source} holds")
     output = Path(config.output or source.parent / f"export-{config.format}")
+    target = load_target(config.model, "cpu")
+
+    def write_certificate(folder: Path) -> None:
+        logging.info("recording what the trained heads say of a few prompts, for the parity certificate")
+        heads = load_heads(source, target, allow_other_weights=config.allow_other_weights)
+        certify(folder, heads, target, config.format)
+
     done = WRITERS[kind](
         source,
         output,
-        load_target(config.model, "cpu"),
+        target,
         config.format,
         dtype=config.dtype,
         expand_vocabulary=config.expand_vocabulary,
         allow_other_weights=config.allow_other_weights,
+        companion=Companion((PARITY_FILE, GOLDEN_FILE), write_certificate),
     )
     console = Console(soft_wrap=True, highlight=False)
     for file in done.files:

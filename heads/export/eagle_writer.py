@@ -10,7 +10,7 @@ from heads.eagle import EagleHeads
 from heads.export.eagle_formats import WEIGHTS_FILE, EagleFormat, find_format
 from heads.export.eagle_outline import NORM_FLAGS, Outline
 from heads.export.eagle_tensors import EMBEDDINGS, ZEROS
-from heads.export.package import Content, Export, cast_weights, load_as, write_export
+from heads.export.package import Companion, Content, Export, cast_weights, load_as, write_export
 from heads.identity import public_name
 from heads.target import Target
 
@@ -26,6 +26,7 @@ def export_heads(
     dtype: str | None = None,
     expand_vocabulary: bool = False,
     allow_other_weights: bool = False,
+    companion: Companion | None = None,
 ) -> Export:
     """Write the heads saved in `source` as an engine reads them, with a model card and checksums.
 
@@ -56,7 +57,7 @@ def export_heads(
         serve=lambda name, folder: form.serve(outline, name, folder),
         limits=limits,
     )
-    return write_export(source, directory, target, content)
+    return write_export(source, directory, target, content, companion)
 
 
 def outline_of(heads: EagleHeads, target: Target, dtype: str | None = None) -> Outline:

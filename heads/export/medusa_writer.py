@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from heads.export.medusa_formats import TARGET_LM_HEAD, MedusaFormat, Outline, find_format
-from heads.export.package import Content, Export, cast_weights, load_as, write_export
+from heads.export.package import Companion, Content, Export, cast_weights, load_as, write_export
 from heads.identity import public_name
 from heads.medusa import MedusaHeads
 from heads.target import Target
@@ -23,6 +23,7 @@ def export_heads(
     dtype: str | None = None,
     expand_vocabulary: bool = False,
     allow_other_weights: bool = False,
+    companion: Companion | None = None,
 ) -> Export:
     """Write the heads saved in `source` as an engine reads them, with a model card and checksums.
 
@@ -57,7 +58,7 @@ def export_heads(
         },
         serve=lambda name, folder: form.serve(replace(outline, target=name), folder),
     )
-    return write_export(source, directory, target, content)
+    return write_export(source, directory, target, content, companion)
 
 
 def vocabulary_limits(heads: MedusaHeads, expand: bool) -> list[str]:

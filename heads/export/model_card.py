@@ -100,7 +100,9 @@ def model_card(
         "",
         "## Check",
         "",
-        f"`sha256sum --check {CHECKSUM_FILE}`. The target that the heads belong to, by SHA-256:",
+        f"The files: `sha256sum --check {CHECKSUM_FILE}`. What they say, against what the trained heads said: "
+        "`python scripts/verify_export.py export=<this directory>`, in Headstart. The target that the heads belong "
+        "to, by SHA-256:",
         "",
         *digests,
     ]

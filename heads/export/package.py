@@ -47,6 +47,17 @@ class Content:
 
 
 @dataclass(frozen=True)
+class Companion:
+    """Files that belong beside the weights and come from elsewhere: their names, and what writes them into a folder.
+
+    They are written when weights, config and card are there, before the checksums.
+    """
+
+    names: tuple[str, ...]
+    write: Callable[[Path], None]
+
+
+@dataclass(frozen=True)
 class Export:
     """What was written, the command that serves it, and what that cannot do."""
 
@@ -86,7 +97,9 @@ def cast_weights(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]
     return ready
 
 
-def write_export(source: Path, directory: Path, target: Target, content: Content) -> Export:
+def write_export(
+    source: Path, directory: Path, target: Target, content: Content, companion: Companion | None = None
+) -> Export:
     """Write what was made of the heads in `source`, with a card and checksums, whole or not at all.
 
     Raises:
@@ -109,11 +122,14 @@ def write_export(source: Path, directory: Path, target: Target, content: Content
         content.serve(present.name, directory.resolve().name),
         limits,
     )
-    names = [content.weights_file, CONFIG_FILE, CARD_FILE, CHECKSUM_FILE]
+    beside = companion.names if companion else ()
+    names = [content.weights_file, CONFIG_FILE, CARD_FILE, *beside, CHECKSUM_FILE]
     with replacing(directory, names) as fresh:
         write_tensors(fresh / content.weights_file, content.tensors)
         write_json(fresh / CONFIG_FILE, content.config)
         (fresh / CARD_FILE).write_text(card)
+        if companion:
+            companion.write(fresh)
         write_checksums(fresh)
     local = target.model.config.name_or_path or present.name
     return Export([directory / name for name in names], content.serve(local, str(directory)), limits)
