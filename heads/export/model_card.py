@@ -100,9 +100,11 @@ def model_card(
         "",
         "## Check",
         "",
-        f"The files: `sha256sum --check {CHECKSUM_FILE}`. What they say, against what the trained heads said: "
-        "`python scripts/verify_export.py export=<this directory>`, in Headstart. The target that the heads belong "
-        "to, by SHA-256:",
+        (
+            f"The files: `sha256sum --check {CHECKSUM_FILE}`. What they say, against what the trained heads said: "
+            "`python scripts/verify_export.py export=<this directory>`, in Headstart. The target that the heads belong "
+            "to, by SHA-256:"
+        ),
         "",
         *digests,
     ]

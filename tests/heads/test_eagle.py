@@ -184,7 +184,7 @@ def test_eagle1_regresses_to_the_next_feature(tiny_target):
             [next_BTD.gather(1, places[..., None].expand(-1, -1, 32)) + shift]
         )
         loss, _ = heads(features, ids, supervised, documents, positions, torch.tensor([30]))
-        assert loss.item() >= least * 0.9
+        assert loss.item() >= least * 0.9 - 1e-15  # the KL of equal laws is 0 but for rounding, and weighs 1e-9
         assert loss.item() < least + 1e-2
 
 
