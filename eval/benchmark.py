@@ -17,6 +17,7 @@ from eval.decode import (
 )
 from eval.drafters import Draft, Drafter
 from eval.drafting import build_drafter
+from eval.level_drafter import DynamicTree
 from eval.metrics import alpha, alpha_rates, tau, tokens_per_s
 from eval.prompts import EvalPrompt
 from eval.records import Divergence, PromptResult, Timing
@@ -116,13 +117,13 @@ def run_benchmark(
     bench = Bench(target, drafter, config, longest)
     rivals = {name: Bench(other, _NoDrafter(), config, longest) for name, other in (others or {}).items()}
     for rival in rivals.values():
-        rival.plain(prompts[0][1].ids, _coin(config, target, 0))
-    bench.plain(prompts[0][1].ids, _coin(config, target, 0))
-    bench.heads(prompts[0][1].ids, _coin(config, target, 0))
+        rival.plain(prompts[0][1].ids, _coin(config, target.device, 0))
+    bench.plain(prompts[0][1].ids, _coin(config, target.device, 0))
+    bench.heads(prompts[0][1].ids, _coin(config, target.device, 0))
     for number, prompt in prompts:
         result = measure_prompt(bench, prompt, number, with_generate)
         for name, rival in rivals.items():
-            runs = [rival.plain(prompt.ids, _coin(config, rival.target, number)) for _ in range(config.repeats)]
+            runs = [rival.plain(prompt.ids, _coin(config, rival.target.device, number)) for _ in range(config.repeats)]
             result.plain[name] = [run.timing for run in runs]
         yield result
 
@@ -137,7 +138,7 @@ def probe_plain(targets: dict[str, Target], prompts: Sequence[EvalPrompt], confi
     longest = max(len(prompt.ids) for prompt in probed)
     benches = {name: Bench(target, _NoDrafter(), config, longest) for name, target in targets.items()}
     runs: dict[str, Callable[[EvalPrompt], Timing]] = {
-        name: lambda prompt, bench=bench: bench.plain(prompt.ids, _coin(config, bench.target, 0)).timing
+        name: lambda prompt, bench=bench: bench.plain(prompt.ids, _coin(config, bench.target.device, 0)).timing
         for name, bench in benches.items()
     }
     if config.acceptance.rule == "greedy" and not config.stop_strings:
@@ -166,8 +167,19 @@ class _NoDrafter:
         return Draft(Tree.chain(0), root[None])
 
 
-def _coin(config: BenchmarkConfig, target: Target, number: int) -> TorchCoin:
-    return TorchCoin(torch.Generator(target.device).manual_seed(config.seed * 1_000_003 + number))
+def _coin(config: BenchmarkConfig, device: torch.device, number: int) -> TorchCoin:
+    return TorchCoin(torch.Generator(device).manual_seed(config.seed * 1_000_003 + number))
+
+
+def drafter_for(heads: DraftHeads, tree: Tree | DynamicTree, config: BenchmarkConfig) -> Drafter:
+    """How `heads` propose `tree` in a benchmark: the likeliest drafts, or drawn ones if the acceptance asks for them.
+
+    Raises:
+        ValueError: if these heads cannot draft this tree, or cannot draw it.
+    """
+    sampling = config.acceptance.sampling if config.acceptance.drafts == "sampled" else None
+    # A stream of its own: acceptance is lossless only if its coins know nothing of the draws, and prompts count from 0.
+    return build_drafter(heads, tree, sampling, _coin(config, heads.d2t.device, -1))
 
 
 def measure_prompt(bench: Bench, prompt: EvalPrompt, number: int, with_generate: bool = False) -> PromptResult:
@@ -178,7 +190,7 @@ def measure_prompt(bench: Bench, prompt: EvalPrompt, number: int, with_generate:
     reference = found = None
     for repeat in range(config.repeats):
         for with_heads in (False, True) if (number + repeat) % 2 == 0 else (True, False):
-            coin = _coin(config, bench.target, number)
+            coin = _coin(config, bench.target.device, number)
             if with_heads:
                 found = bench.heads(prompt.ids, coin)
                 timings.append(found.timing)
@@ -221,5 +233,5 @@ def measure_tau(
     tree = Tree.from_choices(PROBE_TREE).pruned(heads.depth)
     config = BenchmarkConfig(max_new_tokens=max_new_tokens)
     bench = Bench(target, build_drafter(heads, tree), config, max(len(prompt.ids) for prompt in prompts))
-    cycles = [c for prompt in prompts for c in bench.heads(prompt.ids, _coin(config, target, 0)).cycles]
+    cycles = [c for prompt in prompts for c in bench.heads(prompt.ids, _coin(config, target.device, 0)).cycles]
     return tau(cycles), [rate or 0.0 for rate in alpha_rates(alpha(cycles, tree.depth))]

@@ -1,15 +1,16 @@
 """Several heads on the same prompts in one alternated run: which family is worth more, and by how much."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 
-from eval.benchmark import ENGINE, Bench, BenchmarkConfig, measure_prompt
+from eval.benchmark import ENGINE, GENERATE, Bench, BenchmarkConfig, measure_prompt, probe_plain
 from eval.drafters import Drafter
-from eval.metrics import alpha, alpha_rates, bootstrap_ratio, heads_timings, plain_timings, tau
+from eval.metrics import alpha, alpha_rates, bootstrap_ratio, fastest_plain, heads_timings, plain_timings, tau
 from eval.prompts import EvalPrompt
 from eval.records import PromptResult
 from heads.target import Target
@@ -18,7 +19,12 @@ from heads.target import Target
 def decode_all(
     target: Target, drafters: dict[str, Drafter], prompts: Sequence[EvalPrompt], config: BenchmarkConfig
 ) -> dict[str, list[PromptResult]]:
-    """Decode every prompt with each drafter, and plainly beside each, in an order that moves on with the prompts."""
+    """Decode every prompt with each drafter, and plainly beside each, in an order that moves on with the prompts.
+
+    Where transformers' generate is the faster plain setting on the first few prompts, it is timed on all as well.
+    """
+    rates = probe_plain({ENGINE: target}, prompts, config)
+    with_generate = max(rates, key=lambda name: rates[name]) == GENERATE
     longest = max(len(prompt.ids) for prompt in prompts)
     benches = {name: Bench(target, drafter, config, longest) for name, drafter in drafters.items()}
     results: dict[str, list[PromptResult]] = {name: [] for name in benches}
@@ -28,16 +34,24 @@ def decode_all(
     for number, prompt in enumerate(prompts):
         for place in range(len(names)):
             name = names[(number + place) % len(names)]
-            results[name].append(measure_prompt(benches[name], prompt, number))
+            results[name].append(measure_prompt(benches[name], prompt, number, with_generate))
     return results
 
 
 def compare(results: dict[str, list[PromptResult]], depths: dict[str, int]) -> list[dict[str, Any]]:
-    """One row for each drafter: tau with its interval over prompts, alpha_k, speedup with interval, equality."""
+    """One row for each drafter: tau with its interval over prompts, alpha_k, speedup with interval, equality.
+
+    "speedup" is over the plain setting that was fastest beside all of the drafters, "speedup_engine" over this
+    engine's plain decoding.
+    """
     rows = []
+    baseline = fastest_plain(list(chain.from_iterable(results.values())))
     for name, found in results.items():
         cycles = [cycle for result in found for cycle in result.cycles]
-        speedup = bootstrap_ratio(heads_timings(found), plain_timings(found, ENGINE))
+        speedups = {
+            "speedup": bootstrap_ratio(heads_timings(found), plain_timings(found, baseline)),
+            "speedup_engine": bootstrap_ratio(heads_timings(found), plain_timings(found, ENGINE)),
+        }
         low, high = tau_interval(found)
         rows.append(
             {
@@ -46,9 +60,10 @@ def compare(results: dict[str, list[PromptResult]], depths: dict[str, int]) -> l
                 "tau_low": low,
                 "tau_high": high,
                 "alpha": alpha_rates(alpha(cycles, depths[name])),
-                "speedup": speedup.median,
-                "speedup_low": speedup.low,
-                "speedup_high": speedup.high,
+                "fastest_plain": baseline,
+                **{key: speedup.median for key, speedup in speedups.items()},
+                **{f"{key}_low": speedup.low for key, speedup in speedups.items()},
+                **{f"{key}_high": speedup.high for key, speedup in speedups.items()},
                 "equal": all(result.equal for result in found) if found[0].equal is not None else None,
             }
         )
@@ -64,12 +79,33 @@ def tau_interval(results: Sequence[PromptResult], draws: int = 2000, seed: int =
     return low, high
 
 
+def label_runs(runs: Sequence[str], taken: Collection[str] = ()) -> dict[str, Path]:
+    """Each run's directory under the shortest end of its path that no other run has and that is not `taken`.
+
+    Raises:
+        ValueError: if a directory is named twice.
+    """
+    paths = [Path(run).resolve() for run in runs]
+    ends = [["/".join(path.parts[-n:]) for n in range(1, len(path.parts) + 1)] for path in paths]
+    labelled: dict[str, Path] = {}
+    for place, run in enumerate(runs):
+        others = {*taken, *chain.from_iterable(ends[:place] + ends[place + 1 :])}
+        label = next((end for end in ends[place] if end not in others), None)
+        if label is None:
+            raise ValueError(f"runs names {run} twice; name each run once")
+        labelled[label] = Path(run)
+    return labelled
+
+
 def draw_comparison(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Save tau and speedup of each row, with their intervals, as one PNG at `path`."""
     figure = Figure(figsize=(9, 1.2 + 0.5 * len(rows)), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2, sharey=True)
     names = [row["heads"] for row in rows]
-    for axes, key, unit in ((left, "tau", "tau (tokens per target forward)"), (right, "speedup", "speedup over plain")):
+    for axes, key, unit in (
+        (left, "tau", "tau (tokens per target forward)"),
+        (right, "speedup", "speedup over fastest plain"),
+    ):
         values = [row[key] for row in rows]
         below = [row[key] - row[f"{key}_low"] for row in rows]
         above = [row[f"{key}_high"] - row[key] for row in rows]

@@ -33,7 +33,7 @@ def measure_costs(
     root_1 = torch.zeros(1, dtype=torch.long, device=target.device)
 
     def verify(size: int) -> Callable[[], object]:
-        tokens_N = prompt[:size]
+        tokens_N = torch.arange(size, device=target.device) % target.vocab_size
         ancestors_NN = torch.ones(size, size, dtype=torch.bool, device=target.device).tril()
         depths_N = torch.arange(size, device=target.device)
         return lambda: target.logits(target.forward(tokens_N, ancestors_NN, depths_N, cache)[FINAL_NORM][0]).argmax(-1)

@@ -45,6 +45,11 @@ def build_drafter(
     return DynamicDrafter(_stepper(heads), tree)
 
 
+def deepest_draft(heads: DraftHeads) -> int | None:
+    """Levels of the deepest tree that these heads can draft; None for any number."""
+    return heads.depth if isinstance(heads, MedusaHeads) else _stepper(heads).max_depth
+
+
 def _stepper(heads: DraftHeads) -> Stepper:
     if isinstance(heads, HydraHeads):
         return HydraStepper(heads)

@@ -13,14 +13,13 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from rich.progress import track
 
-from eval.benchmark import ENGINE, GENERATE, BenchmarkConfig, probe_plain, run_benchmark
-from eval.drafting import build_drafter, for_serving
+from eval.benchmark import ENGINE, GENERATE, BenchmarkConfig, drafter_for, probe_plain, run_benchmark
+from eval.drafting import for_serving
 from eval.level_drafter import DynamicTree
 from eval.plots import summary_figure
 from eval.prompts import EvalPrompt, load_prompts
 from eval.records import Evaluation
 from eval.report import Summary, merge, write_report
-from eval.sampling import TorchCoin
 from eval.tree import Tree
 from eval.tree_choice import AUTO, TreeConfig, measure_and_choose
 from heads.family import DraftHeads
@@ -63,19 +62,14 @@ def evaluate(config: EvalConfig) -> Summary | None:
     heads = for_serving(heads, target)
     prompts = load_prompts(config.prompts, target, config.limit)
     shared: list[Any] = [None]
+    others: dict[str, Target] = {}
     if accelerator.is_main_process:
-        shared = [_prepare(config, target, heads, prompts)]
+        shared[0], others = _prepare(config, target, heads, prompts)
     tree, costs, rates = broadcast_object_list(shared)[0]
-    sampled = config.benchmark.acceptance.drafts == "sampled"
-    drafter = build_drafter(
-        heads,
-        tree,
-        config.benchmark.acceptance.sampling if sampled else None,
-        TorchCoin(torch.Generator(target.device).manual_seed(config.benchmark.seed)),
-    )
+    if not accelerator.is_main_process:
+        others = {name: _in_dtype(name, config, target) for name in _winners(config, target, rates)}
+    drafter = drafter_for(heads, tree, config.benchmark)
     mine = list(enumerate(prompts))[accelerator.process_index :: accelerator.num_processes]
-    fastest = max(rates, key=lambda name: rates[name])
-    others = {fastest: _in_dtype(fastest, config, target)} if fastest in _other_settings(config, target) else {}
     rows = run_benchmark(target, drafter, mine, config.benchmark, _same_dtype_winner(rates) == GENERATE, others)
     part = Evaluation(
         heads=directory.as_posix(),
@@ -90,6 +84,7 @@ def evaluate(config: EvalConfig) -> Summary | None:
         cost_ms=costs,
         dtype=str(target.dtype).removeprefix("torch."),
     )
+    others.clear()  # a second target is not held while processes wait for one another
     parts = gather_object([part])
     summary = None
     if accelerator.is_main_process:
@@ -103,15 +98,25 @@ def evaluate(config: EvalConfig) -> Summary | None:
 
 def _prepare(
     config: EvalConfig, target: Target, heads: DraftHeads, prompts: Sequence[EvalPrompt]
-) -> tuple[Tree | DynamicTree, dict[str, float], dict[str, float]]:
-    """What all processes share: the tree, step costs, and tokens per second of the plain settings."""
+) -> tuple[tuple[Tree | DynamicTree, dict[str, float], dict[str, float]], dict[str, Target]]:
+    """What all processes share: the tree, step costs, and tokens per second of the plain settings; and apart from it
+    the target in another dtype, if that is the fastest setting.
+
+    The settings take turns, so all are in memory at once, but only here.
+    """
     tree, costs = measure_and_choose(config.tree, target, heads)
     nodes = tree.nodes if isinstance(tree, DynamicTree) else tree.size - 1
     logger.info("draft tree of %d nodes, depth %d", nodes, tree.depth)
     others = {name: _in_dtype(name, config, target) for name in _other_settings(config, target)}
     rates = probe_plain({ENGINE: target, **others}, prompts, config.benchmark)
     logger.info("plain decoding: %s", ", ".join(f"{name} {rate:.1f} tokens/s" for name, rate in rates.items()))
-    return tree, costs, rates
+    return (tree, costs, rates), {name: others[name] for name in _winners(config, target, rates)}
+
+
+def _winners(config: EvalConfig, target: Target, rates: dict[str, float]) -> list[str]:
+    """The fastest of all plain settings if it is in another dtype: it is timed on every prompt."""
+    fastest = max(rates, key=lambda name: rates[name])
+    return [fastest] if fastest in _other_settings(config, target) else []
 
 
 def _other_settings(config: EvalConfig, target: Target) -> list[str]:

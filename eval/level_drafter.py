@@ -157,29 +157,31 @@ class StaticDrafter(_LevelDrafter):
         depth = min(max_depth, self.tree.depth)
         tree, tokens_N = self._pruned[depth], root.repeat(self._pruned[depth].size)
         laws_NV = None
-        if self.sampling:
-            laws_NV = torch.zeros(tree.size, self.stepper.vocab_size, device=root.device)
         for number, level in enumerate(self._levels[depth]):
             parents_P = level.parents_P
             logits_PV = (
                 self.stepper.step(tokens_N[parents_P], level.came_from_P) if number else self.stepper.begin(root)
             )
-            if self.sampling is None or laws_NV is None:
-                choices_PW = logits_PV.topk(level.width).indices
+            if self.sampling is None:
+                choices_PW, ranks_N = logits_PV.topk(level.width).indices, tree.ranks_N[level.children_N]
             else:
                 law_PV = probabilities(logits_PV, self.sampling)
+                if laws_NV is None:
+                    laws_NV = law_PV.new_zeros(tree.size, self.stepper.vocab_size)
                 laws_NV[parents_P[:, None], self.stepper.draft_ids] = law_PV
-                choices_PW = self._drawn(law_PV, level.width)
-            ranks_N = level.orders_N if self.sampling else tree.ranks_N[level.children_N]
+                choices_PW, ranks_N = self._drawn(law_PV, level.siblings), level.orders_N
             tokens_N[level.children_N] = self.stepper.draft_ids[choices_PW[level.rows_N, ranks_N]]
         self._tokens_N = tokens_N
         return Draft(tree, tokens_N, None if laws_NV is None else Proposal(laws_NV, replacement=False))
 
-    def _drawn(self, law_PV: Tensor, width: int) -> Tensor:
-        """Draft indices [P, W] in drawing order, each draw excluding those before it."""
+    def _drawn(self, law_PV: Tensor, siblings: int) -> Tensor:
+        """Draft indices [P, siblings] in drawing order, each draw excluding those before it.
+
+        Where a law has fewer tokens than that the rest are of law 0 or drawn before, and never stand.
+        """
         assert self.coin is not None
         law_PV, drawn = law_PV.clone(), []
-        for _ in range(width):
+        for _ in range(siblings):
             drawn.append(self.coin.draw(law_PV))
             law_PV.scatter_(1, drawn[-1][:, None], 0.0)
         return torch.stack(drawn, 1)
@@ -194,7 +196,8 @@ class _Level:
     children_N: Tensor  # node ids
     rows_N: Tensor  # place of each child's parent in parents_P
     orders_N: Tensor  # number of each child among its siblings
-    width: int  # candidates that are needed behind each parent
+    width: int  # candidates that are needed behind each parent, by their ranks
+    siblings: int  # children of the parent that has the most
 
 
 def _levels(tree: Tree) -> list[_Level]:
@@ -207,7 +210,8 @@ def _levels(tree: Tree) -> list[_Level]:
         ids_N, rows_N, orders_N = torch.tensor(children, device=device).T
         came_from = [before[tree.nodes.index(tree.nodes[node][:-1])] if node else 0 for node in parents]
         width = max(tree.nodes[child][-1] for child, _, _ in children) + 1
+        siblings = max(order for _, _, order in children) + 1
         parents_P, came_from_P = torch.tensor(parents, device=device), torch.tensor(came_from, device=device)
-        levels.append(_Level(parents_P, came_from_P, ids_N, rows_N, orders_N, width))
+        levels.append(_Level(parents_P, came_from_P, ids_N, rows_N, orders_N, width, siblings))
         before, parents = places, [child for child, _, _ in children if tree.children[child]]
     return levels

@@ -68,9 +68,9 @@ class Coin(Protocol):
         ...
 
     def draw(self, weights_NV: Tensor) -> Tensor:
-        """One token per row, independently, in proportion to weights >= 0 of positive sum: int64 [N].
+        """One token per row, independently, in proportion to weights >= 0: int64 [N].
 
-        Any leading dimensions: one row [V] gives a scalar.
+        Any leading dimensions: one row [V] gives a scalar. A row of zeros gives any token.
         """
         ...
 

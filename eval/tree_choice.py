@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from eval.calibrate import measure_accuracy, measure_dynamic
 from eval.cost import SIZES, interpolated, measure_costs, relative_costs
-from eval.drafting import build_drafter
+from eval.drafting import build_drafter, deepest_draft
 from eval.level_drafter import DynamicDrafter, DynamicTree
 from eval.prompts import load_prompts
 from eval.published_trees import published_tree
@@ -43,18 +43,27 @@ class TreeConfig:
     def __post_init__(self):
         if self.source == CHOICES and not self.choices:
             raise ValueError("tree.source=choices needs tree.choices, e.g. tree.choices=[[0],[1],[0,0]]")
-        for name in ("max_nodes", "width", "depth", "expand"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"tree.{name}={getattr(self, name)} must be at least 1")
+        for name in ("nodes", "max_nodes", "width", "depth", "expand"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"tree.{name}={value} must be at least 1")
 
     def largest(self, heads: DraftHeads) -> Tree | DynamicTree:
-        """The largest tree that the search considers, for measuring what drafting costs."""
+        """The largest tree that the search considers, for measuring what drafting costs.
+
+        Raises:
+            ValueError: if `nodes` is more than the search of a dynamic tree measures.
+        """
         if isinstance(heads, MedusaHeads):
             return Tree.from_choices([[0] * (k + 1) for k in range(heads.depth)])
-        # Hydra has one head for each level; EAGLE goes as deep as it is asked to.
-        depth = self.depth if heads.kind.startswith("eagle") else min(self.depth, heads.depth)
-        expand = min(self.expand, len(heads.d2t))
-        return DynamicTree(self.nodes or self.max_nodes, depth, expand)
+        if self.source == AUTO and self.nodes is not None and self.nodes > self.max_nodes:
+            raise ValueError(
+                f"tree.nodes={self.nodes} must be at most tree.max_nodes={self.max_nodes}, up to which the search "
+                "measures; raise tree.max_nodes, or use tree.source=dynamic for a tree without a search"
+            )
+        deepest = deepest_draft(heads)
+        depth = self.depth if deepest is None else min(self.depth, deepest)
+        return DynamicTree(self.nodes or self.max_nodes, depth, min(self.expand, len(heads.d2t)))
 
 
 def measure_and_choose(
@@ -65,7 +74,8 @@ def measure_and_choose(
     Raises:
         ValueError: if the heads cannot fill the tree.
     """
-    sizes = [size for size in SIZES if size <= config.max_nodes + 1] or [2]
+    largest = config.max_nodes + 1
+    sizes = [*(size for size in SIZES if size < largest), largest]
     costs = measure_costs(target, build_drafter(heads, config.largest(heads)), sizes)
     return choose_tree(config, target, heads, costs), costs
 

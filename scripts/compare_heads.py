@@ -1,10 +1,12 @@
-"""Train several families under one budget, decode all on the same prompts in one alternated run, print one table.
+"""Train several heads under one budget, decode all on the same prompts in one alternated run, print one table.
 
-python scripts/compare_heads.py heads=[medusa,hydra,eagle3] train=[trainer.max_seconds=600,trainer.epochs=4]
-python scripts/compare_heads.py runs=[outputs/a,outputs/b]          # heads that are trained already
+python scripts/compare_heads.py families=[medusa,hydra,eagle3] 'train=["trainer.max_seconds=600","trainer.epochs=4"]'
+python scripts/compare_heads.py comparison=eagle3_losses 'train=["trainer.max_seconds=600"]'  # one family, other losses
+python scripts/compare_heads.py runs=[outputs/a,outputs/b]                                    # what is trained already
 """
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -16,10 +18,10 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from eval.benchmark import BenchmarkConfig
-from eval.comparison import compare, decode_all, draw_comparison
+from eval.benchmark import BenchmarkConfig, drafter_for
+from eval.comparison import compare, decode_all, draw_comparison, label_runs
 from eval.config import from_hydra
-from eval.drafting import build_drafter, for_serving
+from eval.drafting import for_serving
 from eval.prompts import load_prompts
 from eval.threads import use_threads
 from eval.tree_choice import TreeConfig, measure_and_choose
@@ -30,12 +32,32 @@ TRAIN = str(Path(__file__).parents[1] / "train" / "train_heads.py")
 
 
 @dataclass(frozen=True)
+class Entry:
+    """Heads to train: `heads` is a name of conf/heads/, `label` their name here, `overrides` their own settings."""
+
+    heads: str
+    label: str
+    overrides: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.label):
+            raise ValueError(
+                f"families label {self.label!r} must be of letters, digits, '.', '_' and '-'; it becomes a folder"
+            )
+
+
+@dataclass(frozen=True)
 class CompareConfig:
-    """`conf/compare.yaml`. `heads` are names of conf/heads/, `train` overrides that all of their runs share."""
+    """`conf/compare.yaml`.
+
+    families: heads to train; each a name of conf/heads/, or {label, heads, overrides} for settings of its own.
+    train: overrides of conf/train.yaml that all of them share.
+    runs: directories of runs, or of heads, that are there already.
+    """
 
     model: TargetConfig
     prompts: list[str]
-    heads: list[str] = field(default_factory=list)
+    families: list[Any] = field(default_factory=list)
     train: list[str] = field(default_factory=list)
     runs: list[str] = field(default_factory=list)
     limit: int | None = None
@@ -45,18 +67,38 @@ class CompareConfig:
     threads: int | None = None
 
     def __post_init__(self):
-        if not self.heads and not self.runs:
-            raise ValueError("nothing to compare; give heads=[medusa,eagle3] to train, or runs=[outputs/a,outputs/b]")
+        if not self.families and not self.runs:
+            raise ValueError(
+                "nothing to compare; give families=[medusa,eagle3] to train, or runs=[outputs/a,outputs/b]"
+            )
+        labels = [entry.label for entry in self.entries()]
+        if twice := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ValueError(
+                f"two of families are called {twice[0]}; tell them apart: {{label: other, heads: {twice[0]}}}"
+            )
+
+    def entries(self) -> list[Entry]:
+        """The heads to train, each with its label."""
+        return [_entry(family) for family in self.families]
+
+
+def _entry(family: Any) -> Entry:
+    values = {"heads": family} if isinstance(family, str) else family
+    if not isinstance(values, dict) or "heads" not in values:
+        raise ValueError(f"families has {family}; give a name of conf/heads/, or {{label, heads, overrides}}")
+    return from_hydra(Entry, {"label": values["heads"], **values})
 
 
 def train_all(config: CompareConfig) -> dict[str, Path]:
-    """Train each family in a process of its own; a run that is there already is resumed. Returns run directories."""
-    runs = {Path(run).name: Path(run) for run in config.runs}
-    for name in config.heads:
-        runs[name] = Path(config.output) / name
-        settings = [f"model={config.model.name}", f"heads={name}", f"output_dir={runs[name]}", "resume=true"]
-        subprocess.run([sys.executable, TRAIN, *settings, *config.train], check=True)
-    return runs
+    """Train each entry in a process of its own; a run that is there already is resumed. Returns all runs by label."""
+    trained = {entry.label: Path(config.output) / entry.label for entry in config.entries()}
+    known = label_runs(config.runs, trained)
+    for entry in config.entries():
+        run = trained[entry.label]
+        place = [f"run_name={entry.label}", f"output_dir={run}", "resume=true"]
+        settings = [f"model={config.model.name}", f"heads={entry.heads}", *config.train, *entry.overrides]
+        subprocess.run([sys.executable, TRAIN, *place, *settings], check=True)
+    return {**known, **trained}
 
 
 def compare_runs(config: CompareConfig, runs: dict[str, Path]) -> list[dict[str, Any]]:
@@ -74,7 +116,7 @@ def compare_runs(config: CompareConfig, runs: dict[str, Path]) -> list[dict[str,
 def _drafter(config: CompareConfig, target: Target, run: Path):
     heads = for_serving(load_heads(heads_directory(run), target), target)
     tree, _ = measure_and_choose(config.tree, target, heads)
-    return build_drafter(heads, tree)
+    return drafter_for(heads, tree, config.benchmark)
 
 
 def _training(run: Path) -> dict[str, Any]:
@@ -94,13 +136,15 @@ def _training(run: Path) -> dict[str, Any]:
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
     """The comparison as a table."""
-    table = Table("heads", "tau", "alpha_k", "speedup", "parameters", "training s", "peak GB", "greedy equal")
+    speedup = f"speedup over {rows[0]['fastest_plain']}"  # the fastest plain setting
+    table = Table("heads", "tau", "alpha_k", speedup, "over engine", "parameters", "training s", "peak GB", "equal")
     for row in rows:
         table.add_row(
             row["heads"],
             f"{row['tau']:.2f} [{row['tau_low']:.2f}, {row['tau_high']:.2f}]",
             " ".join("-" if rate is None else f"{rate:.2f}" for rate in row["alpha"]),
             f"{row['speedup']:.2f} [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]",
+            f"{row['speedup_engine']:.2f}",
             f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "",
             f"{row['train_seconds']:.0f}" if "train_seconds" in row else "",
             f"{row['memory_gb']:.1f}" if "memory_gb" in row else "",

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from eval.accept import Accepted, Proposal
 from eval.block_verification import accept_block
 from eval.sampling import Coin, TorchCoin
 from eval.tree import Tree
-from tests.eval.test_lossless import (
+from tests.eval.enumeration import (
     Drafted,
     Law,
     Model,
     Tokens,
     Verifier,
     completed,
+    draft,
     emitted_law,
     independent,
     lossless,
@@ -67,7 +69,7 @@ def block(target: Model, drafter: Model) -> Verifier:
 
 
 def law_of(verify: Verifier, drafter: Model, drafts: int) -> Law:
-    return emitted_law(Tree.chain(drafts), drafter, independent, verify)
+    return emitted_law(partial(draft, Tree.chain(drafts), drafter, independent), verify)
 
 
 def expected_drafts_accepted(law: Law) -> float:

@@ -1,16 +1,34 @@
-"""Families under one budget: trained by the training command, decoded in one run, one table and one picture."""
+"""Heads under one budget: trained by the training command, decoded in one run, one table and one picture."""
 
 import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from eval.comparison import draw_comparison, tau_interval
+import scripts.compare_heads
+from eval.benchmark import ENGINE, GENERATE
+from eval.comparison import compare, draw_comparison, label_runs, tau_interval
 from eval.config import from_hydra
-from eval.records import Cycle, PromptResult
-from scripts.compare_heads import CompareConfig, compare_runs, table_of, train_all
+from eval.records import Cycle, PromptResult, Timing
+from scripts.compare_heads import CompareConfig, Entry, compare_runs, table_of, train_all
+from tests.test_configs import CONF, compose_train
+
+TINY = {"model": {"name": "tiny", "path": "random:llama"}, "prompts": ["p.jsonl"]}
 
 
-def test_two_families_are_trained_and_compared(tmp_path):
+def compose_compare(*overrides: str) -> CompareConfig:
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return from_hydra(CompareConfig, compose("compare", overrides=list(overrides)))
+
+
+CROSS_ENTROPY = ["heads.objective.ce_weight=1.0", "heads.objective.kl_weight=0.0"]
+
+
+def test_entries_are_trained_and_compared_and_found_again_as_runs(tmp_path):
     answers = tmp_path / "answers.jsonl"
     talk = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "one two three four"}]
     answers.write_text("".join(json.dumps({"id": f"p{i}", "messages": talk}) + "\n" for i in range(2)))
@@ -27,7 +45,7 @@ def test_two_families_are_trained_and_compared(tmp_path):
         CompareConfig,
         {
             "model": {"name": "tiny", "path": "random:llama"},
-            "heads": ["medusa", "eagle3"],
+            "families": ["medusa", {"label": "eagle3-ce", "heads": "eagle3", "overrides": CROSS_ENTROPY}],
             "train": [f"data.train=[{answers}]", f"data.cache_dir={tmp_path / 'cache'}", "threads=1"]
             + [f"trainer.{name}={value}" for name, value in budget.items()],
             "prompts": [str(answers)],
@@ -36,8 +54,11 @@ def test_two_families_are_trained_and_compared(tmp_path):
             "benchmark": {"max_new_tokens": 12},
         },
     )
-    rows = compare_runs(config, train_all(config))
-    assert [row["heads"] for row in rows] == ["medusa", "eagle3"]
+    runs = train_all(config)
+    objectives = {name: OmegaConf.load(run / "config.yaml").heads.objective for name, run in runs.items()}
+    assert (objectives["eagle3-ce"].ce_weight, objectives["eagle3-ce"].kl_weight) == (1.0, 0.0)
+    rows = compare_runs(config, runs)
+    assert [row["heads"] for row in rows] == ["medusa", "eagle3-ce"]
     for row in rows:
         assert row["equal"] is True
         assert row["tau_low"] <= row["tau"] <= row["tau_high"]
@@ -46,6 +67,8 @@ def test_two_families_are_trained_and_compared(tmp_path):
     assert table_of(rows).row_count == 2
     draw_comparison(rows, tmp_path / "comparison.png")
     assert (tmp_path / "comparison.png").stat().st_size > 1000
+    again = replace(config, families=[], runs=[str(run) for run in runs.values()])
+    assert train_all(again) == runs
 
 
 def test_an_interval_is_over_prompts():
@@ -58,6 +81,70 @@ def test_an_interval_is_over_prompts():
     assert 1.5 < low < 2.0 < high < 2.5
 
 
-def test_nothing_to_compare_is_refused():
-    with pytest.raises(ValueError, match="nothing to compare"):
-        from_hydra(CompareConfig, {"model": {"name": "tiny", "path": "random:llama"}, "prompts": ["p.jsonl"]})
+def test_the_speedup_is_over_the_plain_setting_that_is_fastest_beside_all_heads():
+    def result(name, seconds, engine, generate):
+        timings = [Timing(tokens=10, prefill_s=1.0, decode_s=s) for s in (seconds, engine, generate)]
+        plain = {ENGINE: [timings[1]], GENERATE: [timings[2]]}
+        cycle = Cycle(offered=1, accepted=1, emitted=2, node=1)
+        return [PromptResult(name, "kind", 1, 11, plain, [timings[0]], [cycle] * 5, True)]
+
+    # Beside the second heads alone the engine was the faster one.
+    results = {"one": result("p", 2.0, 8.0, 4.0), "other": result("p", 4.0, 6.0, 7.0)}
+    rows = compare(results, {"one": 1, "other": 1})
+    assert [row["fastest_plain"] for row in rows] == [GENERATE] * 2
+    assert [row["speedup"] for row in rows] == [2.0, 1.75]
+    assert [row["speedup_engine"] for row in rows] == [4.0, 1.5]
+    assert rows[0]["speedup_low"] == rows[0]["speedup_high"] == 2.0
+    assert f"over {GENERATE}" in str(table_of(rows).columns[3].header)
+
+
+def test_runs_of_equal_folder_names_are_told_apart():
+    runs = ["a/one/heads", "b/one/heads", "b/two", "outputs/medusa"]
+    labels = ["a/one/heads", "b/one/heads", "two", "outputs/medusa"]
+    assert label_runs(runs, taken=["medusa"]) == {label: Path(run) for label, run in zip(labels, runs, strict=True)}
+    assert label_runs(["a", "x/a"]) == {f"{Path.cwd().name}/a": Path("a"), "x/a": Path("x/a")}
+    with pytest.raises(ValueError, match="runs names a twice; name each run once"):
+        label_runs(["a", "b/../a"])
+
+
+@pytest.mark.parametrize(
+    ("families", "message"),
+    [
+        ([], "nothing to compare; give families="),
+        (["eagle3", {"heads": "eagle3"}], "two of families are called eagle3; tell them apart: {label: other"),
+        ([{"label": "a/b", "heads": "eagle3"}], "label 'a/b' must be of letters"),
+        ([{"label": "ce"}], r"families has {'label': 'ce'}; give a name of conf/heads/, or {label"),
+        ([{"heads": "eagle3", "override": []}], r"unknown setting override \(did you mean overrides\?\)"),
+    ],
+)
+def test_families_that_cannot_be_told_apart_or_read_are_refused(families, message):
+    with pytest.raises(ValueError, match=message):
+        from_hydra(CompareConfig, {**TINY, "families": families})
+
+
+def test_the_command_line_names_families_or_gives_them_settings_of_their_own():
+    named = compose_compare("families=[eagle3,medusa]").entries()
+    assert named == [Entry("eagle3", "eagle3"), Entry("medusa", "medusa")]
+    labelled = compose_compare("families=[{label: ce, heads: eagle3, overrides: ['heads.objective.ce_weight=1.0']}]")
+    assert labelled.entries() == [Entry("eagle3", "ce", ["heads.objective.ce_weight=1.0"])]
+
+
+def test_the_commands_that_the_script_shows_compose():
+    commands = [line for line in str(scripts.compare_heads.__doc__).splitlines() if line.startswith("python")]
+    configs = [compose_compare(*shlex.split(command, comments=True)[2:]) for command in commands]
+    assert [len(config.entries()) for config in configs] == [3, 4, 0]
+    assert [config.train for config in configs] == [
+        ["trainer.max_seconds=600", "trainer.epochs=4"],
+        ["trainer.max_seconds=600"],
+        [],
+    ]
+    assert configs[2].runs == ["outputs/a", "outputs/b"]
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "comparison").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_ready_made_comparison_composes(path):
+    config = compose_compare(f"comparison={path.stem}")
+    assert config.output != compose_compare("runs=[a]").output
+    assert f"comparison={path.stem}" in path.read_text()
+    objectives = [compose_train(f"heads={entry.heads}", *entry.overrides).heads for entry in config.entries()]
+    assert len({str(objective) for objective in objectives}) == len(objectives), "two entries are the same"
