@@ -81,18 +81,22 @@ class TeacherChunk:
     @cached_property
     def p(self) -> Tensor:
         """Probabilities [K, C, V] given that the token is in the draft vocabulary."""
-        return self.log_p_UV.exp()[self.where_KC]
+        return self._at_anchors(self.log_p_UV.exp())
 
     @cached_property
     def true_p(self) -> Tensor:
         """Probabilities [K, C, V] in the full vocabulary."""
         if self.log_mass_U is None:
             return self.p
-        return (self.log_p_UV + self.log_mass_U[:, None]).exp()[self.where_KC]
+        return self._at_anchors((self.log_p_UV + self.log_mass_U[:, None]).exp())
 
     def log_p(self) -> Tensor:
         """The logarithms [K, C, V] of `p`."""
-        return self.log_p_UV[self.where_KC]
+        return self._at_anchors(self.log_p_UV)
+
+    def _at_anchors(self, rows_UV: Tensor) -> Tensor:
+        # Twice as fast as rows_UV[where_KC] on CPUs.
+        return rows_UV.index_select(0, self.where_KC.flatten()).view(*self.where_KC.shape, -1)
 
     def entropy(self) -> Tensor:
         """Entropies [K, C] of `p`."""
@@ -115,7 +119,8 @@ class Divergence(NamedTuple):
 
 def forward_kl(teacher: TeacherChunk, log_q_KCV: Tensor) -> Divergence:
     """KL(p || q), p over the draft vocabulary: q covers all that the target may say."""
-    value_KC = -(teacher.p * log_q_KCV).sum(-1) - teacher.entropy()
+    # As a product of matrices, which makes no tensor of the size of p.
+    value_KC = -torch.einsum("kcv,kcv->kc", teacher.p, log_q_KCV) - teacher.entropy()
     return Divergence(value_KC, teacher.p, torch.ones_like(value_KC))
 
 

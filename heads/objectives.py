@@ -157,9 +157,12 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         grad_loss = grad_outputs[0]
+        # In place, as own LM heads have gradients of gigabytes. Autograd refuses a second backward through them.
         grad_hidden_KND, grad_weight = ctx.saved_tensors
-        grad_weight = None if grad_weight is None else grad_weight * grad_loss
-        return grad_hidden_KND * grad_loss.to(grad_hidden_KND.dtype), grad_weight, None, None, None, None, None, None
+        grad_hidden_KND.mul_(grad_loss)
+        if grad_weight is not None:
+            grad_weight.mul_(grad_loss)
+        return grad_hidden_KND, grad_weight, None, None, None, None, None, None
 
 
 def _loss_and_gradient(
@@ -170,11 +173,13 @@ def _loss_and_gradient(
     objective: Objective,
     teacher: TeacherChunk | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, its gradient with respect to the logits, and statistics [S, K] of one chunk."""
-    log_q_KCV = logits_KCV.log_softmax(-1)
-    q_KCV = log_q_KCV.exp()
+    """Loss, its gradient with respect to the logits, and statistics [S, K] of one chunk; overwrites the logits."""
     counts_KC, inside_KC = labels_KC != IGNORE, draft_labels_KC != IGNORE
     index_KC1 = draft_labels_KC.clamp_min(0)[..., None]
+    log_q_KCV = logits_KCV.log_softmax(-1)
+    guesses = _guesses(logits_KCV, index_KC1, counts_KC, inside_KC)
+    # A new tensor of this size costs a CPU more than the exponentials: its memory arrives page by page.
+    q_KCV = torch.exp(log_q_KCV, out=logits_KCV)
     ce_KC = -log_q_KCV.gather(-1, index_KC1).squeeze(-1) * inside_KC
     compared = _compare(objective, teacher, q_KCV, log_q_KCV)
 
@@ -195,8 +200,7 @@ def _loss_and_gradient(
         grad_KCV.addcmul_(pull_KCV, scale_KC1, value=-1)
 
     sums = Statistics(
-        counts_KC, inside_KC, ce_KC, compared.kl_KC * counts_KC,
-        *_guesses(logits_KCV, index_KC1, counts_KC, inside_KC),
+        counts_KC, inside_KC, ce_KC, compared.kl_KC * counts_KC, *guesses,
         compared.acceptance_KC * counts_KC, compared.lost_mass_KC * counts_KC,
     )  # fmt: skip
     return loss, grad_KCV, torch.stack([each.sum(1).float() for each in sums])
@@ -238,15 +242,22 @@ def _product_before(factor_KC: Tensor) -> Tensor:
 def _guesses(
     logits_KCV: Tensor, index_KC1: Tensor, counts_KC: Tensor, inside_KC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the first guesses are worth [K, C]: top1, top5, top10, offered, chain of `Statistics`."""
-    ranks_KC = (logits_KCV > logits_KCV.gather(-1, index_KC1)).sum(-1)
+    """What the first guesses are worth [K, C]: top1, top5, top10, offered, chain of `Statistics`.
+
+    Overwrites the logits: comparing in place leaves ones in float32, exact in sums up to 2 ** 24, where booleans would
+    be copied to int64 first.
+    """
+    ranks_KC = logits_KCV.gt_(logits_KCV.gather(-1, index_KC1)).sum(-1)
     top1_KC, top5_KC, top10_KC = [(ranks_KC < top) & inside_KC for top in TOP]
     offered_KC = counts_KC & _product_before(top1_KC).bool()
     return top1_KC, top5_KC, top10_KC, offered_KC, top1_KC.cumprod(0)
 
 
 def _add_weight_gradient(grad_weight: Tensor, grad_logits_KCV: Tensor, hidden_KCD: Tensor) -> None:
-    if grad_weight.ndim == 3:
-        grad_weight += grad_logits_KCV.mT @ hidden_KCD
+    if grad_weight.ndim == 2:
+        grad_weight = grad_weight[None]
+        grad_logits_KCV, hidden_KCD = grad_logits_KCV.flatten(0, 1)[None], hidden_KCD.flatten(0, 1)[None]
+    if grad_logits_KCV.dtype == grad_weight.dtype:
+        grad_weight.baddbmm_(grad_logits_KCV.mT, hidden_KCD)  # without a product as large as the LM heads
     else:
-        grad_weight += grad_logits_KCV.flatten(0, 1).T @ hidden_KCD.flatten(0, 1)
+        grad_weight += grad_logits_KCV.mT @ hidden_KCD

@@ -5,7 +5,6 @@ all heads and positions, as the published trainers do; what is listed is the gro
 """
 
 import argparse
-import multiprocessing
 import resource
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from heads.objectives import Objective, chunked_loss
+from train.own_process import own_process
 
 HIDDEN = 64  # small, so that the logits are what is measured
 
@@ -47,13 +47,12 @@ def main() -> None:
     table = Table(
         "heads K", "tokens", "chunked MiB", "naive MiB", title=f"peak of the loss, vocabulary {arguments.vocab}"
     )
-    spawn = multiprocessing.get_context("spawn")
     for num_heads in arguments.heads:
         for tokens in arguments.tokens:
             cells = []
             for step in (chunked, naive):
-                with spawn.Pool(1) as pool:
-                    cells.append(f"{pool.apply(peak_mib, (step, num_heads, tokens, arguments.vocab)):.0f}")
+                with own_process() as call:
+                    cells.append(f"{call(peak_mib, step, num_heads, tokens, arguments.vocab):.0f}")
             table.add_row(str(num_heads), str(tokens), *cells)
     Console().print(table)
 

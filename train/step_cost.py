@@ -1,0 +1,183 @@
+"""One training step, ours or naive, that can be repeated and tells the seconds of its phases.
+
+The step is that of `train.loop`, on one batch of made-up conversations: nothing in its cost depends on the text.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from data.batches import Batch
+from eval.threads import use_threads
+from heads import HEADS
+from heads.alignment import label_counts
+from heads.family import DraftHeads
+from heads.packed import can_pack, pack_linears
+from heads.target import DTYPES, Target, TargetConfig, load_target, preferred_dtype
+from heads.tiny import FAMILIES, SHAPE, tiny_tokenizer
+from train import naive_losses
+from train.config import TrainerConfig
+from train.features import FeatureSource
+from train.optimizer import build_optimizer, trainable_parameters
+
+# Shapes: B rows, T tokens, K heads or steps
+
+OURS, NAIVE = "ours", "naive"
+FORMS = {OURS: HEADS, NAIVE: naive_losses.NAIVE}
+PHASES: tuple[str, ...] = ("target", "heads", "loss", "backward", "optimiser")
+DEPTH = {"medusa": "num_heads", "hydra": "num_heads", "eagle": "num_steps", "eagle3": "num_steps"}
+SMOLLM2 = "smollm2-shape"  # of a random target: `random:smollm2-shape`
+SMOLLM2_SHAPE: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+    "tie_word_embeddings": True,
+    "initializer_range": 0.04,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step to measure: `depth` Medusa or Hydra heads, or EAGLE steps.
+
+    vocabulary: of a random target, None for its own. supervised: the share of each row that is an answer.
+    """
+
+    family: str
+    depth: int
+    model: TargetConfig
+    vocabulary: int | None
+    rows: int
+    tokens: int
+    supervised: float
+    threads: int | None
+
+
+class TrainingStep:
+    """One optimiser step that can be repeated."""
+
+    def __init__(self, case: Case, form: str):
+        use_threads(case.threads)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.target = load_or_make_target(case.model, case.vocabulary, device)
+        self.batch = conversations(case, self.target.vocab_size)
+        self.heads = make_heads(case, self.target, FORMS[form])
+        self.source = FeatureSource(self.target, self.heads.training_taps, self.target.dtype, keep=False)
+        self.trainable = trainable_parameters(self.heads, self.target)
+        self.optimizer = build_optimizer(self.trainable, TrainerConfig())
+        self.watch = Stopwatch(device)
+        self.heads.loss = self.watch.around("loss", self.heads.loss)
+
+    def __call__(self) -> dict[str, float]:
+        """Take the step; returns the seconds of each of PHASES."""
+        watch = self.watch
+        watch.reset()
+        batch = self.batch.to(self.target.device)
+        counts_K = label_counts(batch.supervised_BT, batch.documents_BT, self.heads.depth)
+        with watch("target"):
+            features = self.source(batch)
+        with watch("heads"):
+            loss, _ = self.heads(features, *inputs_of(batch), counts_K)
+        with watch("backward"):
+            loss.backward()
+        with watch("optimiser"):
+            nn.utils.clip_grad_norm_(self.trainable.values(), TrainerConfig().clip_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        watch.seconds["heads"] -= watch.seconds["loss"]  # which ran inside of it
+        return watch.seconds
+
+
+class Stopwatch:
+    """Adds up the seconds of PHASES."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        began = self._now()
+        yield
+        self.seconds[phase] += self._now() - began
+
+    def around(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, with its calls counted as `phase`."""
+
+        def timed(*arguments: Any) -> Any:
+            with self(phase):
+                return function(*arguments)
+
+        return timed
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def load_or_make_target(config: TargetConfig, vocabulary: int | None, device: torch.device) -> Target:
+    """The target of `config`; a random one may have another vocabulary, and SmolLM2's shape."""
+    if not config.path.startswith("random:"):
+        if vocabulary is not None:
+            raise ValueError(
+                f"vocabulary={vocabulary} is for random targets; {config.path} has its own, use model=tiny or none"
+            )
+        return load_target(config, device)
+    shapes = {SMOLLM2: SMOLLM2_SHAPE, **FAMILIES}
+    name = config.path.removeprefix("random:")
+    if name not in shapes:
+        raise ValueError(f"model.path={config.path} is not a known random target; use one of {', '.join(shapes)}")
+    shape = {**SHAPE, **shapes[name]}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**{**shape, "vocab_size": vocabulary or shape["vocab_size"]}),
+        dtype=preferred_dtype(device) if config.dtype == "auto" else DTYPES[config.dtype],
+        attn_implementation="sdpa",
+    )
+    model = cast(nn.Module, model).to(device)
+    if device.type == "cpu" and can_pack(cast(torch.dtype, model.dtype)):
+        pack_linears(model)
+    return Target(cast(Any, model), tiny_tokenizer(), config)
+
+
+def conversations(case: Case, vocab_size: int) -> Batch:
+    """Rows of one prompt and one answer each, of random tokens."""
+    ids_BT = torch.randint(0, vocab_size, (case.rows, case.tokens), generator=torch.Generator().manual_seed(0))
+    positions_BT = torch.arange(case.tokens).expand_as(ids_BT)
+    supervised_BT = positions_BT >= round(case.tokens * (1 - case.supervised))
+    return Batch(ids_BT, supervised_BT, torch.zeros_like(ids_BT), positions_BT)
+
+
+def make_heads(case: Case, target: Target, families: dict[str, type[DraftHeads]]) -> DraftHeads:
+    """Fresh heads, every parameter disturbed: a layer that starts as nothing would have no gradients to compare."""
+    torch.manual_seed(0)
+    family = families[case.family]
+    config = family.resolve(family.config_class(**{DEPTH[case.family]: case.depth}), target)
+    heads = family(config, target.hidden_size, target.vocab_size, torch.arange(target.vocab_size))
+    heads.bind(target).initialise()
+    for parameter in heads.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    if isinstance(heads, naive_losses.FullLogits):
+        heads.split()
+    return heads
+
+
+def inputs_of(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What heads are given of a batch besides features and label counts."""
+    return batch.ids_BT, batch.supervised_BT, batch.documents_BT, batch.positions_BT
