@@ -1,0 +1,117 @@
+"""The check from heads on disk to its report, with a fake engine in the engine's place."""
+
+import json
+
+import pytest
+
+from eval.serving.engine_check import check_engine
+from eval.serving.engine_process import EngineFailed
+from eval.serving.environment import EngineUnavailable
+from eval.serving.llamacpp_engine import find_tools
+from heads.identity import identify
+from heads.layout import save_heads
+from tests.eval.serving.engine_plan import EnginePlan
+from tests.eval.serving.test_engine_process import gone, started_pids
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return EnginePlan(tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture
+def plan(made, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE", str(made.folder / "plan.json"))
+    return made
+
+
+def test_vllm_that_does_the_same_passes(plan, tmp_path):
+    plan.set(plan.answers[True])
+    summary = check_engine(plan.config(tmp_path))
+    assert summary["passed"], summary["failures"]
+    assert summary["settings"]["version"] == "1.2.3"
+    assert summary["engine"]["drafts"] == summary["own"]["drafts"] > 0
+    assert json.loads((tmp_path / "report.json").read_text()) == summary
+    assert "texts equal on 3 of 3 prompts, counters on 3 of 3" in (tmp_path / "report.md").read_text()
+    asked = (tmp_path / "vllm-with-heads.log").read_text()
+    assert "started with -m vllm.entrypoints.openai.api_server --model" in asked
+    speculative = {"method": "eagle3", "model": str(tmp_path / "export-vllm"), "num_speculative_tokens": 3}
+    assert f"--speculative-config {json.dumps(speculative)}" in asked
+    assert "--speculative-config" not in (tmp_path / "vllm-without-heads.log").read_text()
+    assert gone(started_pids(plan.folder))
+
+
+def test_other_tokens_and_other_counts_fail_by_name(plan, tmp_path):
+    answers = plan.copy_of_answers(True)
+    first, second, _ = answers["with"]
+    answers["with"][first]["tokens"][4] += 1
+    answers["with"][second]["accepted"][0] += 1
+    plan.set(answers)
+    failures = {failure["name"]: failure["text"] for failure in check_engine(plan.config(tmp_path))["failures"]}
+    assert set(failures) == {"engine_texts_differ", "counters_differ"}
+    assert "on 1 of 3 prompts, first on p0 at token 4" in failures["engine_texts_differ"]
+    assert "on 1 of 3 prompts, first on p1: vLLM" in failures["counters_differ"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("no tokens", "vLLM sent no token ids"), ("refuses", "answered /v1/completions with 400: the engine says no")],
+)
+def test_an_engine_that_does_not_answer_is_stopped(plan, tmp_path, fault, message):
+    plan.set(plan.answers[True], fault)
+    with pytest.raises(EngineFailed, match=message):
+        check_engine(plan.config(tmp_path))
+    assert len(started_pids(plan.folder)) == 2
+    assert gone(started_pids(plan.folder))
+
+
+def test_llama_cpp_converts_both_and_may_differ_a_little(plan, tmp_path):
+    answers = plan.copy_of_answers(False)
+    next(iter(answers["with"].values()))["tokens"][4] += 1
+    plan.set(answers)
+    summary = check_engine(plan.config(tmp_path, engine="llamacpp"))
+    assert summary["passed"], summary["failures"]
+    assert [note["name"] for note in summary["notes"]] == ["engine_texts_differ"]
+    assert summary["settings"]["version"] == "b123"
+    export = tmp_path / "export-vllm"
+    converted = (tmp_path / "gguf" / "heads.gguf").read_text()
+    assert converted.startswith(f"{export} --target-model-dir {plan.folder / 'target'} --outtype f32 --outfile")
+    asked = (tmp_path / "llamacpp-with-heads.log").read_text()
+    assert f"--spec-type draft-eagle3 --spec-draft-model {tmp_path / 'gguf' / 'heads.gguf'}" in asked
+    assert "--spec-draft-n-max 3" in asked
+
+
+def test_what_llama_cpp_cannot_do_is_said(plan, tmp_path, random_heads):
+    converter = tmp_path / "convert--fail.py"
+    converter.write_text((plan.folder / "convert.py").read_text())
+    message = r"refused .*target; the end of .*:\n  Model LlamaForCausalLM is not supported"
+    with pytest.raises(ValueError, match=message):
+        check_engine(plan.config(tmp_path / "a", engine="llamacpp", converter=str(converter)))
+    save_heads(random_heads(plan.target), tmp_path / "medusa", identify(plan.target))
+    with pytest.raises(ValueError, match=r"medusa heads, llama\.cpp takes eagle3 heads only"):
+        check_engine(plan.config(tmp_path / "b", engine="llamacpp", source=str(tmp_path / "medusa")))
+
+
+def test_tools_that_are_not_there(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(EngineUnavailable, match="no llama-server on PATH; build it and give server=PATH"):
+        find_tools(None, None)
+    with pytest.raises(ValueError, match="server=nowhere does not exist"):
+        find_tools("nowhere", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": "onnx"}, "engine=onnx must be one of vllm, llamacpp"),
+        ({"max_new_tokens": 1}, "max_new_tokens=1 must be at least 2"),
+        ({"start_timeout_s": 0}, "start_timeout_s=0.0 must be above 0"),
+        ({"model": {"name": "tiny", "path": "random:llama"}}, "model.path=random:llama lives in memory only"),
+        ({"source": "nowhere"}, "heads=nowhere holds no config.json"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 must be at least 1"),
+        ({"max_new_tokens": 500}, "the context of tiny holds 512; lower max_new_tokens"),
+    ],
+)
+def test_mistakes_are_answered_by_name(plan, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        check_engine(plan.config(tmp_path, **changes))
