@@ -12,6 +12,11 @@ from heads.identity import TargetIdentity
 REPORT_FILE = "report.json"
 # Heads are worth less with another chat template or fine-tune: the card says what they were trained with.
 DIGESTS = ("tokenizer_sha256", "template_sha256", "weights_sha256")
+CHECKS = (
+    f"The files: `sha256sum --check {CHECKSUM_FILE}`. What they say, against what the trained heads said: "
+    "`python scripts/verify_export.py export=<this directory>`, in Headstart. The target that the heads belong to, by "
+    "SHA-256:"
+)
 
 
 @dataclass(frozen=True)
@@ -100,11 +105,7 @@ def model_card(
         "",
         "## Check",
         "",
-        (
-            f"The files: `sha256sum --check {CHECKSUM_FILE}`. What they say, against what the trained heads said: "
-            "`python scripts/verify_export.py export=<this directory>`, in Headstart. The target that the heads belong "
-            "to, by SHA-256:"
-        ),
+        CHECKS,
         "",
         *digests,
     ]
