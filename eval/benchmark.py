@@ -1,5 +1,6 @@
 """Decoding prompts with heads and without, in turns: what an evaluation measures."""
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,8 +168,10 @@ class _NoDrafter:
         return Draft(Tree.chain(0), root[None])
 
 
-def _coin(config: BenchmarkConfig, device: torch.device, number: int) -> TorchCoin:
-    return TorchCoin(torch.Generator(device).manual_seed(config.seed * 1_000_003 + number))
+def _coin(config: BenchmarkConfig, device: torch.device, stream: int | str) -> TorchCoin:
+    """The coin of a prompt, by its number, or of the drafter: streams that know nothing of one another."""
+    digest = hashlib.sha256(f"{config.seed} {stream}".encode()).digest()
+    return TorchCoin(torch.Generator(device).manual_seed(int.from_bytes(digest[:8])))
 
 
 def drafter_for(heads: DraftHeads, tree: Tree | DynamicTree, config: BenchmarkConfig) -> Drafter:
@@ -178,8 +181,8 @@ def drafter_for(heads: DraftHeads, tree: Tree | DynamicTree, config: BenchmarkCo
         ValueError: if these heads cannot draft this tree, or cannot draw it.
     """
     sampling = config.acceptance.sampling if config.acceptance.drafts == "sampled" else None
-    # A stream of its own: acceptance is lossless only if its coins know nothing of the draws, and prompts count from 0.
-    return build_drafter(heads, tree, sampling, _coin(config, heads.d2t.device, -1))
+    # A stream of its own: acceptance is lossless only if its coin knows nothing of the draws of the drafts.
+    return build_drafter(heads, tree, sampling, _coin(config, heads.d2t.device, "drafts"))
 
 
 def measure_prompt(bench: Bench, prompt: EvalPrompt, number: int, with_generate: bool = False) -> PromptResult:

@@ -68,7 +68,7 @@ class BenchConfig:
             raise ValueError(f"sweep={self.sweep} must be one of {', '.join(SWEEPS)}")
         for case in self.cases():
             if case.tokens * case.supervised < case.depth + 2:
-                raise ValueError(f"tokens={case.tokens} leaves no label for {case.depth} heads; give more tokens")
+                raise ValueError(f"tokens={case.tokens} leaves no label for depth {case.depth}; give more tokens")
 
     def cases(self) -> list[Case]:
         """What is measured: every family, or those that the sweep is about at each of its values."""

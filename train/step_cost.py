@@ -32,20 +32,23 @@ OURS, NAIVE = "ours", "naive"
 FORMS = {OURS: HEADS, NAIVE: naive_losses.NAIVE}
 PHASES: tuple[str, ...] = ("target", "heads", "loss", "backward", "optimiser")
 DEPTH = {"medusa": "num_heads", "hydra": "num_heads", "eagle": "num_steps", "eagle3": "num_steps"}
-SMOLLM2 = "smollm2-shape"  # of a random target: `random:smollm2-shape`
-SMOLLM2_SHAPE: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
-    "tie_word_embeddings": True,
-    "initializer_range": 0.04,
+# Random targets that can have any vocabulary, by model.path.
+SHAPES: dict[str, dict[str, Any]] = {
+    "random:smollm2-shape": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+        "tie_word_embeddings": True,
+        "initializer_range": 0.04,
+    },
+    "random:llama": {**SHAPE, **FAMILIES["llama"]},
 }
 
 
@@ -133,27 +136,29 @@ class Stopwatch:
 
 
 def load_or_make_target(config: TargetConfig, vocabulary: int | None, device: torch.device) -> Target:
-    """The target of `config`; a random one may have another vocabulary, and SmolLM2's shape."""
-    if not config.path.startswith("random:"):
+    """The target of `config`; those of SHAPES are made here, with `vocabulary` token ids if it is given.
+
+    Raises:
+        ValueError: if the target cannot be loaded, or cannot have another vocabulary.
+    """
+    if config.path not in SHAPES:
         if vocabulary is not None:
             raise ValueError(
-                f"vocabulary={vocabulary} is for random targets; {config.path} has its own, use model=tiny or none"
+                f"vocabulary={vocabulary} needs a target of random weights, but {config.path} has its own; leave out "
+                "vocabulary, or model"
             )
         return load_target(config, device)
-    shapes = {SMOLLM2: SMOLLM2_SHAPE, **FAMILIES}
-    name = config.path.removeprefix("random:")
-    if name not in shapes:
-        raise ValueError(f"model.path={config.path} is not a known random target; use one of {', '.join(shapes)}")
-    shape = {**SHAPE, **shapes[name]}
+    shape = SHAPES[config.path]
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**{**shape, "vocab_size": vocabulary or shape["vocab_size"]}),
         dtype=preferred_dtype(device) if config.dtype == "auto" else DTYPES[config.dtype],
         attn_implementation="sdpa",
     )
-    model = cast(nn.Module, model).to(device)
-    if device.type == "cpu" and can_pack(cast(torch.dtype, model.dtype)):
+    cast(nn.Module, model).to(device)
+    if device.type == "cpu" and can_pack(model.dtype):
         pack_linears(model)
-    return Target(cast(Any, model), tiny_tokenizer(), config)
+    return Target(model, tiny_tokenizer(), config)
 
 
 def conversations(case: Case, vocab_size: int) -> Batch:

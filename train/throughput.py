@@ -29,8 +29,8 @@ def check_equal(case: Case) -> tuple[float, float]:
     """
     step = TrainingStep(replace(case, rows=1, tokens=min(case.tokens, CHECKED_TOKENS)), OURS)
     naive = make_heads(case, step.target, FORMS[NAIVE])
-    features = {tap: feature.float() for tap, feature in step.source(step.batch.to(step.target.device)).items()}
     batch = step.batch.to(step.target.device)
+    features = {tap: feature.float() for tap, feature in step.source(batch).items()}
     counts_K = label_counts(batch.supervised_BT, batch.documents_BT, case.depth)
     difference = largest_difference(step.heads, naive, features, (*inputs_of(batch), counts_K))
     if not max(difference) < TOLERANCE:

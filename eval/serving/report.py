@@ -54,7 +54,7 @@ def sentence(summary: Summary) -> str:
     """What the bench found, in one sentence that does not flatter."""
     found = [_speedup_words(row) for row in summary["speedups"] if row["user"]]
     if found:
-        said = "With heads, one user gets " + ", ".join(found) + " the tokens per second"
+        said = "Tokens per second of one user, with heads over without: " + ", ".join(found)
     else:
         rates = [
             f"{number(row['user_tokens_per_s'])} at concurrency {row['concurrency']} (heads {row['arm']})"

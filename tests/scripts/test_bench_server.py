@@ -39,7 +39,7 @@ def test_one_server_then_the_other(run, tmp_path):
     assert "report off/bench.md\nTokens per second of one user: " in printed
     with FaultyServer() as server:
         printed = run(f"url={server.url}/v1", "heads=on", "compare=off/bench.json")
-    assert "report bench/bench.md\nWith heads, one user gets " in printed
+    assert "report bench/bench.md\nTokens per second of one user, with heads over without: " in printed
     assert printed.rstrip().endswith("; tau 3.00.")
     assert "the speedups join two benches" in (tmp_path / "bench" / "bench.md").read_text()
     assert json.loads((tmp_path / "bench" / "bench.json").read_text())["speedups"][0]["concurrency"] == 2

