@@ -100,6 +100,13 @@ def test_value_and_gradients_equal_the_naive_form_whatever_the_chunks(name, own,
             torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 
+def test_a_second_backward_is_refused():
+    loss, _ = chunked(problem(), Objective())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # the first one scaled the gradients in place
+
+
 def test_acceptance_is_that_of_the_full_vocabulary():
     inputs = problem()
     objective = Objective(**OBJECTIVES["tv"])
