@@ -20,17 +20,11 @@ from rich.console import Console
 from eval.config import from_hydra, heads_as_source
 from eval.parity.certificate import GOLDEN_FILE, PARITY_FILE
 from eval.parity.golden import certify
-from heads.export import eagle_writer, medusa_writer
 from heads.export.formats import check_kind, kinds_of
+from heads.export.kinds import WRITERS
 from heads.export.package import Companion
 from heads.layout import heads_directory, load_heads, read_config
 from heads.target import TargetConfig, load_target
-
-WRITERS = {
-    "medusa": medusa_writer.export_heads,
-    "eagle": eagle_writer.export_heads,
-    "eagle3": eagle_writer.export_heads,
-}
 
 
 @dataclass(frozen=True)

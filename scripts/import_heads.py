@@ -15,13 +15,13 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from eval.config import from_hydra
-from heads.export import eagle_reader, medusa_reader
 from heads.export.formats import check_kind, kinds_of
+from heads.export.kinds import read_heads
 from heads.family import DraftHeads
 from heads.identity import identify
 from heads.layout import save_heads
 from heads.medusa import MedusaHeads
-from heads.target import Target, TargetConfig, load_target
+from heads.target import TargetConfig, load_target
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def run_import(config: ImportConfig) -> None:
     """Import, save and print where."""
     target = load_target(config.model, "cpu")
     kind = config.kind or kinds_of(config.format)[0]
-    heads = read(Path(config.source), target, kind, config.format)
+    heads = read_heads(Path(config.source), target, kind, config.format)
     identity = identify(target)
     save_heads(heads, config.output, identity, {"imported_from": config.format})
     console = Console(soft_wrap=True, highlight=False)
@@ -57,13 +57,6 @@ def run_import(config: ImportConfig) -> None:
         style="yellow",
         markup=False,
     )
-
-
-def read(directory: Path, target: Target, kind: str, format_name: str) -> DraftHeads:
-    """Read heads of one kind."""
-    if kind == "medusa":
-        return medusa_reader.import_heads(directory, target, format_name)
-    return eagle_reader.import_heads(directory, target, kind, format_name)
 
 
 def summary(heads: DraftHeads) -> str:

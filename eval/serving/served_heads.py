@@ -4,9 +4,10 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from heads.export import eagle_reader, eagle_writer, medusa_reader, medusa_writer
 from heads.export.eagle_outline import LEAST_CHAIN
 from heads.export.files import CONFIG_FILE, read_json
+from heads.export.formats import check_kind
+from heads.export.kinds import WRITERS, read_heads
 from heads.family import DraftHeads
 from heads.layout import FORMAT, heads_directory
 from heads.target import Target
@@ -53,8 +54,8 @@ def served_heads(
 
 def _export(source: Path, target: Target, directory: Path, allow_other_weights: bool) -> Path:
     kind = read_json(source / CONFIG_FILE)["kind"]
-    writer = medusa_writer if kind == "medusa" else eagle_writer
-    writer.export_heads(
+    check_kind(kind, ENGINE_FORMAT, f"{source} holds")
+    WRITERS[kind](
         source,
         directory,
         target,
@@ -70,8 +71,7 @@ def _read(directory: Path, target: Target) -> DraftHeads:
     """Read an export as the engine does, which knows the kind of the heads from the config."""
     config = read_json(directory / CONFIG_FILE)
     if config.get("model_type") == "medusa":
-        return medusa_reader.import_heads(directory, target, ENGINE_FORMAT)
+        return read_heads(directory, target, "medusa", ENGINE_FORMAT)
     if "speculators_model_type" in config:
-        return eagle_reader.import_heads(directory, target, "eagle3", "speculators")
-    kind = "eagle3" if "draft_vocab_size" in config else "eagle"
-    return eagle_reader.import_heads(directory, target, kind, ENGINE_FORMAT)
+        return read_heads(directory, target, "eagle3", "speculators")
+    return read_heads(directory, target, "eagle3" if "draft_vocab_size" in config else "eagle", ENGINE_FORMAT)

@@ -17,8 +17,8 @@ from eval.parity.verify import verify
 from heads.eagle import EagleConfig
 from heads.eagle3 import Eagle3Config
 from heads.eagle_layer import LayerShape
-from heads.export import eagle_writer, medusa_writer
 from heads.export.files import write_checksums
+from heads.export.kinds import WRITERS
 from heads.export.package import Companion
 from heads.identity import identify
 from heads.layout import save_heads
@@ -85,13 +85,12 @@ def make_heads(target, random_heads):
 def write_certified(folder: Path, heads, target: Target, format_name: str, *, texts=TEXTS[:1], anchors=3, **options):
     """Export heads with a certificate of one prompt and a few anchors; returns the directory."""
     save_heads(heads, folder / "heads", identify(target))
-    writer = medusa_writer if heads.kind == "medusa" else eagle_writer
 
     def record(fresh: Path) -> None:
         certify(fresh, heads, target, format_name, texts=texts, anchors=anchors)
 
     companion = Companion((PARITY_FILE, GOLDEN_FILE), record)
-    writer.export_heads(folder / "heads", folder / "out", target, format_name, companion=companion, **options)
+    WRITERS[heads.kind](folder / "heads", folder / "out", target, format_name, companion=companion, **options)
     return folder / "out"
 
 
