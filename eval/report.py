@@ -90,9 +90,9 @@ def write_report(evaluation: Evaluation, directory: str | Path) -> Summary:
     summary = summarise(evaluation)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "report.json", json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
-    _write(folder / "report.md", markdown_page(summary))
-    _write(folder / "report.html", html_page(summary))
+    write_whole(folder / "report.json", json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    write_whole(folder / "report.md", markdown_page(summary))
+    write_whole(folder / "report.html", html_page(summary))
     return summary
 
 
@@ -233,7 +233,8 @@ def _plain_json(value: Any) -> Any:
     return str(value)
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Whole or not at all: an earlier file stays if this one cannot be written."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

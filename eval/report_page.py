@@ -1,13 +1,13 @@
 """The report's two readable forms: Markdown for a pull request, one self-contained HTML file."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from eval.markdown_table import cell, number, table
 from eval.plots import svg_figures
 
 Summary = dict[str, Any]
@@ -44,21 +44,21 @@ def markdown_page(summary: Summary) -> str:
     headline = [summary["tau"], speedup["median"], interval(speedup), rates["plain"], rates["heads"]]
     any_dtype = summary["speedup_any_dtype"]
     blocks = [
-        f"# {_cell(summary['kind'])} heads on {_cell(summary['target'])}",
-        _cell(summary["verdict"]),
-        _table(
+        f"# {cell(summary['kind'])} heads on {cell(summary['target'])}",
+        cell(summary["verdict"]),
+        table(
             ["tau", "speedup", "95% interval", "plain tokens/s", "heads tokens/s", "greedy output equal"],
             [[*headline, _equal(summary)]],
         ),
         _definitions(summary),
         "## Acceptance",
-        _table(
+        table(
             ["k", "alpha_k", "accepted", "offered"],
             [[str(k), rate, str(accepted), str(offered)] for k, (rate, (accepted, offered)) in enumerate(counts, 1)],
         ),
         f"Predicted tau: {number(predicted['chain'])} from the alpha_k. {_constant_alpha(predicted)}",
         "## Categories",
-        _table(
+        table(
             [
                 "category",
                 "speedup",
@@ -72,7 +72,7 @@ def markdown_page(summary: Summary) -> str:
             [_category_row(name, row) for name, row in summary["categories"].items()],
         ),
         "## Plain decoding",
-        _table(["setting", "tokens/s"], [[name, rate] for name, rate in summary["plain_settings"].items()]),
+        table(["setting", "tokens/s"], [[name, rate] for name, rate in summary["plain_settings"].items()]),
         f"Against the fastest of any dtype: {number(any_dtype['median'])}x {interval(any_dtype)}.",
         "## Equality with plain greedy decoding",
         equality_sentence(summary),
@@ -90,15 +90,6 @@ def equality_sentence(summary: Summary) -> str:
     if equality["divergences"]:
         sentence += f" Largest top-2 logit margin at a divergence: {number(equality['largest_margin'])}."
     return sentence
-
-
-def number(value: float | None) -> str:
-    """A measured value for reading: two decimals below 100, two digits below 0.1; a dash for None."""
-    if value is None:
-        return "-"
-    if value and abs(value) < 0.1:
-        return f"{value:.2g}"
-    return f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def interval(speedup: dict[str, float | None]) -> str:
@@ -120,7 +111,7 @@ def _definitions(summary: Summary) -> str:
     return (
         "tau: tokens emitted per target forward, the target's own token included, prefill excluded. Speedup: "
         "ratio of pooled decoding rates to the fastest plain setting of the same run "
-        f"({_cell(summary['fastest_plain'])}); the interval resamples prompts. "
+        f"({cell(summary['fastest_plain'])}); the interval resamples prompts. "
         f"Repeats of a prompt lie {share(_noise(summary))} apart (median)."
     )
 
@@ -148,19 +139,6 @@ def _divergences(summary: Summary) -> str:
         return ""
     names = ["prompt", "position", "plain_token", "heads_token"]
     shown = [[*(str(row[name]) for name in names), row["margin"]] for row in rows[:MOST_DIVERGENCES]]
-    table = _table(["prompt", "position", "plain token", "heads token", "margin"], shown)
+    shown_table = table(["prompt", "position", "plain token", "heads token", "margin"], shown)
     left = len(rows) - len(shown)
-    return table + (f"\n\n{left} more in report.json." if left else "")
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str | float | None]]) -> str:
-    lines = [
-        " | ".join(_cell(value) if isinstance(value, str) else number(value) for value in line)
-        for line in [head, ["---"] * len(head), *rows]
-    ]
-    return "\n".join(f"| {line} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """Names come from prompt files: no line break, cell border or HTML may come out of them."""
-    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", r"\|")
+    return shown_table + (f"\n\n{left} more in report.json." if left else "")

@@ -17,6 +17,7 @@ from eval.eagle_stepper import EagleStepper
 from eval.parity.certificate import VERSION, Certificate, Golden, GoldenPrompt, accepted_lengths, chain, tally, write
 from eval.parity.digests import shared_digests, tensor_digests
 from heads.eagle import EagleHeads
+from heads.export.eagle_outline import LEAST_CHAIN
 from heads.export.files import read_tensors
 from heads.family import DraftHeads
 from heads.identity import identify
@@ -30,7 +31,6 @@ from heads.target import DTYPES, FINAL_NORM, Target
 TEXTS = ("Describe a rainy day.", "How do I bake bread?", "Count from one to twenty.")
 ANCHORS = 8  # drafted from in each prompt; logits are kept at the first and the middle one
 COLUMNS = 2048  # logits kept of each step, spread evenly over the draft vocabulary
-EAGLE_CHAIN = 3  # EAGLE-1 learns one step and drafts by repeating it
 PACKAGES = ("headstart", "safetensors", "torch", "transformers")
 
 
@@ -109,7 +109,7 @@ def chain_length(heads: DraftHeads) -> int:
     if not isinstance(heads, EagleHeads):
         return heads.depth
     window = heads.config.layer.sliding_window
-    return min(max(heads.depth, EAGLE_CHAIN), window or heads.depth + EAGLE_CHAIN)
+    return min(max(heads.depth, LEAST_CHAIN), window or heads.depth + LEAST_CHAIN)
 
 
 def follow(

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import hashlib
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from eval.serving.engine_process import without_ours
 from heads.embedded import cache_root
 
 logger = logging.getLogger(__name__)
@@ -89,10 +89,8 @@ def _build(directory: Path, requirements: Path, check: str) -> None:
 
 
 def _run(command: Sequence[str], log: Path) -> None:
-    # The variables of our own environment would let packages of ours shine through.
-    environment = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "VIRTUAL_ENV"}}
     with log.open("a") as output:
-        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False)
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=without_ours(), check=False)
     if done.returncode == 0:
         return
     said = [line for line in log.read_text().splitlines() if line.strip()]

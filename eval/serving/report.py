@@ -1,11 +1,11 @@
 """A bench's report: bench.json, bench.md and bench.png beside its log, and one sentence."""
 
 import json
-import os
 from pathlib import Path
 
-from eval.markdown_table import cell, table
-from eval.report_page import interval, number
+from eval.markdown_table import cell, number, table
+from eval.report import write_whole
+from eval.report_page import interval
 from eval.serving.figure import bench_figure
 from eval.serving.log import LOG_FILE, read_log
 from eval.serving.records import ON
@@ -44,8 +44,8 @@ def write_report(directory: Path, earlier: Path | None = None) -> Summary:
         )
         summary["earlier"] = other["rows"]
     text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    _write(directory / JSON_FILE, text)
-    _write(directory / MARKDOWN_FILE, markdown(summary))
+    write_whole(directory / JSON_FILE, text)
+    write_whole(directory / MARKDOWN_FILE, markdown(summary))
     bench_figure(summary, directory / FIGURE_FILE)
     return summary
 
@@ -142,10 +142,3 @@ def _acceptance(rows: list[Row]) -> str:
 
 def _speedup_words(row: Row) -> str:
     return f"{number(row['user']['median'])}x {interval(row['user'])} at concurrency {row['concurrency']}"
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: an earlier report stays if this one cannot be written."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
