@@ -44,10 +44,6 @@ class Moments:
         self.gram_EE = forecast.gram_KEE[0] * scale_E * scale_E[:, None]
         self.cross_ED = forecast.cross_KED[0] * scale_D * scale_E[:, None]
 
-    def between(self, rows: slice, columns: slice) -> Tensor:
-        """The block of the Gram matrix of two inputs."""
-        return self.gram_EE[rows, columns]
-
 
 def start_layer(layer: EagleLayer, moments: Moments) -> Tensor:
     """Let `layer` add R [norm(e); norm(u)] to its residual stream; return fc's weight [D, X]."""
@@ -66,7 +62,7 @@ def start_layer(layer: EagleLayer, moments: Moments) -> Tensor:
 def constant_direction(moments: Moments) -> Tensor:
     """The [D] whose product with a normed embedding is as close to 1 as it gets."""
     rows = moments.embedding
-    return ridge(moments.between(rows, rows), moments.gram_EE[rows, moments.constant, None])[:, 0]
+    return ridge(moments.gram_EE[rows, rows], moments.gram_EE[rows, moments.constant, None])[:, 0]
 
 
 def attend_to_self(layer: EagleLayer, constant_D: Tensor) -> None:
@@ -109,7 +105,7 @@ def fused_map(moments: Moments, update_DI: Tensor) -> Tensor:
     D = len(update_DI)
     of_embedding_DD, keep_DD = update_DI[:, :D], torch.eye(D).to(update_DI) + update_DI[:, D:]
     taps = moments.taps
-    wanted_XD = moments.cross_ED[taps] - moments.between(taps, moments.embedding) @ of_embedding_DD.T
-    forecast_DX = ridge(moments.between(taps, taps), wanted_XD).T
+    wanted_XD = moments.cross_ED[taps] - moments.gram_EE[taps, moments.embedding] @ of_embedding_DD.T
+    forecast_DX = ridge(moments.gram_EE[taps, taps], wanted_XD).T
     damped_DD = keep_DD.T @ keep_DD + DAMPING * torch.eye(D).to(keep_DD)
     return torch.linalg.solve(damped_DD, keep_DD.T @ forecast_DX)

@@ -45,7 +45,7 @@ class DraftHeads(nn.Module, ABC):
         self.register_buffer("draft_index_V", draft_index(draft_ids, vocab_size), persistent=False)
         self.register_buffer("target_rows_VD", torch.empty(0), persistent=False)
         self._target: list[Target] = []  # in a list, so that its parameters do not become the heads'
-        self._packed_lm_head: list[PackedLinear] = []
+        self.packed_lm_head: PackedLinear | None = None
 
     @classmethod
     def resolve(cls, config: Any, target: Target) -> Any:
@@ -142,12 +142,12 @@ class DraftHeads(nn.Module, ABC):
         """Lay out the LM head that all heads or steps share for a CPU; `guess` then no longer follows training."""
         rows_VD = self.lm_head()
         if rows_VD.ndim == 2:
-            self._packed_lm_head = [PackedLinear(rows_VD.detach())]
+            self.packed_lm_head = PackedLinear(rows_VD.detach())
 
     def guess(self, states_D: Tensor) -> Tensor:
         """The logits [..., Vd] of states [..., D], through the LM head that all heads or steps share."""
-        if self._packed_lm_head:
-            return self._packed_lm_head[0](states_D)
+        if self.packed_lm_head is not None:
+            return self.packed_lm_head(states_D)
         return F.linear(states_D, self.lm_head().to(states_D.dtype))
 
     def draft_labels(self, labels_KN: Tensor) -> Tensor:

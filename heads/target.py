@@ -199,21 +199,26 @@ def load_target(config: TargetConfig, device: str | torch.device | None = None) 
         ValueError: if the path holds no loadable model, or the model computes something that heads cannot follow.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if not torch.cuda.is_available():
-        # transformers repeats the keys of every group under a mask, as CUDA kernels want it; a CPU's need no copies.
-        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     if config.path.startswith("random:"):
         model, tokenizer = tiny_model_and_tokenizer(config.path.removeprefix("random:"))
         cast(nn.Module, model).to(DTYPES[config.dtype if config.dtype != "auto" else "float32"])
     else:
         model, tokenizer = _load_pretrained(config, device)
+    target = place_target(model, tokenizer, config, device)
+    probe_logits(target)
+    return target
+
+
+def place_target(model: PreTrainedModel, tokenizer, config: TargetConfig, device: torch.device) -> Target:
+    """A target of `model` on its device, laid out for decoding there; `config.device_map` has placed it already."""
+    if not torch.cuda.is_available():
+        # transformers repeats the keys of every group under a mask, as CUDA kernels want it; a CPU's need no copies.
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     if config.device_map is None:
         cast(nn.Module, model).to(device)
     if device.type == "cpu" and can_pack(model.dtype):
         pack_linears(model)
-    target = Target(model, tokenizer, config)
-    probe_logits(target)
-    return target
+    return Target(model, tokenizer, config)
 
 
 def _load_pretrained(config: TargetConfig, device: torch.device):

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,7 @@ from eval.threads import use_threads
 from heads import HEADS
 from heads.alignment import label_counts
 from heads.family import DraftHeads
-from heads.packed import can_pack, pack_linears
-from heads.target import DTYPES, Target, TargetConfig, load_target, preferred_dtype
+from heads.target import DTYPES, Target, TargetConfig, load_target, place_target, preferred_dtype
 from heads.tiny import FAMILIES, SHAPE, tiny_tokenizer
 from train import naive_losses
 from train.config import TrainerConfig
@@ -155,10 +154,7 @@ def load_or_make_target(config: TargetConfig, vocabulary: int | None, device: to
         dtype=preferred_dtype(device) if config.dtype == "auto" else DTYPES[config.dtype],
         attn_implementation="sdpa",
     )
-    cast(nn.Module, model).to(device)
-    if device.type == "cpu" and can_pack(model.dtype):
-        pack_linears(model)
-    return Target(model, tiny_tokenizer(), config)
+    return place_target(model, tiny_tokenizer(), config, device)
 
 
 def conversations(case: Case, vocab_size: int) -> Batch:

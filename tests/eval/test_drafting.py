@@ -33,7 +33,7 @@ def test_packed_heads_guess_the_same(name, tiny_target):
     expected = heads.draft_logits(*inputs)
     shared = heads.lm_head().ndim == 2
     guesses = for_serving(heads, target).draft_logits(*inputs)
-    assert bool(heads._packed_lm_head) == shared
+    assert (heads.packed_lm_head is not None) == shared
     torch.testing.assert_close(guesses, expected, rtol=1e-5, atol=1e-5)
 
 
