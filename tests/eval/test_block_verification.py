@@ -143,6 +143,14 @@ def weights_capped_at_the_end(target: Model, drafter: Model, tokens: Tokens) -> 
     return [min(1.0, math.prod(ratios[:n])) for n in range(len(ratios) + 1)]
 
 
+MISTAKES = (
+    "a stop at the first rejection",
+    "an unweighted residual",
+    "the weight in place of h",
+    "the product capped at the end",
+)
+
+
 def naive(target: Model, drafter: Model, mistake: str = "") -> Verifier:
     """Algorithm 2 token by token in floats, with one mistake planted."""
 
@@ -188,15 +196,7 @@ def test_equals_the_algorithm_token_by_token(drafts: int):
 
 
 @pytest.mark.parametrize("drafts", [2, 3])
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        "a stop at the first rejection",
-        "an unweighted residual",
-        "the weight in place of h",
-        "the product capped at the end",
-    ],
-)
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_variants_fail_the_same_check(mistake: str, drafts: int):
     target, drafter = SKEWED
 

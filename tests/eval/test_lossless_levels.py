@@ -31,7 +31,7 @@ from tests.eval.enumeration import (
     pair,
 )
 from tests.eval.table_models import TableStepper, after, drafted
-from tests.eval.test_block_verification import SKEWED, naive
+from tests.eval.test_block_verification import MISTAKES, SKEWED, naive
 from tests.eval.wrong_verifiers import at_leaves, child_by_child, row_by_row, with_one_uniform
 
 ROOT: Tokens = (0,)  # the certain token
@@ -311,15 +311,7 @@ def test_drawn_drafts_pruned_by_what_was_drawn():
     assert_only_the_first_is_lossless(rightly, wrongly, target, 2)
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        "a stop at the first rejection",
-        "an unweighted residual",
-        "the weight in place of h",
-        "the product capped at the end",
-    ],
-)
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_block_verification_of_drafted_chains(mistake: str):
     target, drafter = SKEWED
     draft = sampled(drafter, 3, Tree.chain(2))
