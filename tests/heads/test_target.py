@@ -73,6 +73,19 @@ def test_packed_documents_do_not_see_each_other(family, tiny_target):
     torch.testing.assert_close(packed[:, :33], torch.cat(alone, dim=1), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_rows_of_one_document_need_no_mask_of_ours(family, tiny_target):
+    target = tiny_target(family)
+    ids = torch.randint(0, 256, (2, 18))
+    positions = torch.stack([torch.arange(18), torch.cat([torch.arange(15), torch.zeros(3).long()])])
+    documents = torch.tensor([[0] * 18, [0] * 15 + [-1] * 3])
+    alike = target.features(ids, positions, documents)["final_norm"]
+    masked = target.features(ids, positions, documents + (documents >= 0))["final_norm"]  # documents numbered 1
+    torch.testing.assert_close(alike[0], masked[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(alike[1, :15], masked[1, :15], rtol=0, atol=1e-5)
+
+
 @torch.inference_mode()
 def test_taps_are_the_outputs_of_the_named_blocks(tiny_target):
     target = tiny_target("qwen3")
