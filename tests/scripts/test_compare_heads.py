@@ -28,6 +28,7 @@ def compose_compare(*overrides: str) -> CompareConfig:
 CROSS_ENTROPY = ["heads.objective.ce_weight=1.0", "heads.objective.kl_weight=0.0"]
 
 
+@pytest.mark.slow
 def test_entries_are_trained_and_compared_and_found_again_as_runs(tmp_path):
     answers = tmp_path / "answers.jsonl"
     talk = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "one two three four"}]
