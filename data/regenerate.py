@@ -31,11 +31,25 @@ MARK = "\ue000"  # a private-use character that no template contains
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request: the messages before the answer, a name that is unique in the run, and its kind of work."""
+    """One request: the messages before the answer, a name that is unique in the run, and its kind of work.
+
+    tools: function schemas that the target may call, None if it has none.
+    """
 
     name: str
     category: str
     messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One answer to be made. name: in the log. ids: the prompt as serving renders it. seed: of this answer alone."""
+
+    name: str
+    prompt: Prompt
+    ids: list[int]
+    seed: int
 
 
 class AnswerLog:
@@ -91,42 +105,59 @@ def answer(
 
     A row keeps `finish`: "stop" when the target ended its turn, "length" when the room ran out.
     """
-    done = {row["id"] for row in log.rows}
-    jobs = [
-        (f"{prompt.name}#{sample}", prompt, render_prompt(prompt.messages, tokenizer, template_kwargs))
-        for prompt in prompts
-        for sample in range(samples)
-    ]
-    jobs = [job for job in jobs if job[0] not in done]
+    jobs = open_jobs(prompts, log, tokenizer, template_kwargs, samples, seed)
     # Prompts of one length share a batch: less padding. A run that is stopped early still has seen all lengths.
-    jobs.sort(key=lambda job: (len(job[2]), job[0]))
+    jobs.sort(key=lambda job: (len(job.ids), job.name))
     batches = [jobs[start : start + batch_size] for start in range(0, len(jobs), batch_size)]
     random.Random(seed).shuffle(batches)
     for batch in batches:
-        answers = generate([ids for _, _, ids in batch], [_stream(seed, name) for name, _, _ in batch])
-        log.append(
-            [
-                _row(name, prompt, tokens, tokenizer, eos_ids)
-                for (name, prompt, _), tokens in zip(batch, answers, strict=True)
-            ]
-        )
+        answers = generate([job.ids for job in batch], [job.seed for job in batch])
+        log.append([said_row(job, said, tokenizer, eos_ids) for job, said in zip(batch, answers, strict=True)])
         on_answers(len(batch))
 
 
-def _row(name: str, prompt: Prompt, tokens: list[int], tokenizer: Any, eos_ids: Sequence[int]) -> dict[str, Any]:
+def open_jobs(
+    prompts: Sequence[Prompt],
+    log: AnswerLog,
+    tokenizer: Any,
+    template_kwargs: dict[str, Any],
+    samples: int,
+    seed: int,
+) -> list[Job]:
+    """What is left to answer: `samples` answers to every prompt, except those that `log` already holds."""
+    done = {row["id"] for row in log.rows}
+    jobs = []
+    for prompt in prompts:
+        names = [name for name in (f"{prompt.name}#{sample}" for sample in range(samples)) if name not in done]
+        if names:
+            tools = {"tools": prompt.tools} if prompt.tools else {}
+            ids = render_prompt(prompt.messages, tokenizer, {**template_kwargs, **tools})
+            jobs += [Job(name, prompt, ids, _stream(seed, name)) for name in names]
+    return jobs
+
+
+def said_row(job: Job, tokens: list[int], tokenizer: Any, eos_ids: Sequence[int]) -> dict[str, Any]:
+    """The row of an answer whose tokens are known; the last of them is one of `eos_ids` unless the room ran out."""
     finished = bool(tokens) and tokens[-1] in eos_ids
     said = tokens[:-1] if finished else tokens
     text = tokenizer.decode(said, skip_special_tokens=False)
-    row = {
-        "id": name,
-        "category": prompt.category,
-        "messages": [*prompt.messages, {"role": "assistant", "content": text}],
-        "finish": "stop" if finished else "length",
-        "tokens": len(tokens),
-    }
+    row = text_row(job, text, "stop" if finished else "length", len(tokens))
     # A target can say a text in other tokens than its tokenizer would: then only the ids are what it said.
     faithful = tokenizer.encode(text, add_special_tokens=False) == said
     return row if faithful else {**row, "answer_ids": tokens}
+
+
+def text_row(job: Job, text: str, finish: str, tokens: int) -> dict[str, Any]:
+    """The row of an answer as text, of so many tokens with its end; finish: "stop" or "length"."""
+    prompt = job.prompt
+    return {
+        "id": job.name,
+        "category": prompt.category,
+        "messages": [*prompt.messages, {"role": "assistant", "content": text}],
+        **({"tools": prompt.tools} if prompt.tools else {}),
+        "finish": finish,
+        "tokens": tokens,
+    }
 
 
 def user_turn_prefix(tokenizer: Any, template_kwargs: dict[str, Any]) -> list[int]:
@@ -215,5 +246,5 @@ def read_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
         name = conversation.id or conversation.origin
         if name in prompts:
             raise ValueError(f"{conversation.origin}: id {name!r} occurs twice; give every prompt an id of its own")
-        prompts[name] = Prompt(name=name, category=conversation.category, messages=messages)
+        prompts[name] = Prompt(name, conversation.category, messages, conversation.tools)
     return list(prompts.values())

@@ -245,7 +245,7 @@ def load_tokenizer(config: TargetConfig) -> tuple[Any, tuple[int, ...]]:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         model_config = AutoConfig.from_pretrained(path, **options)
         try:
-            generation_config = GenerationConfig.from_pretrained(path, revision=config.revision)
+            generation_config = GenerationConfig.from_pretrained(path, revision=config.revision or "main")
         except OSError:  # a target without generation_config.json: transformers makes one from its config, too
             generation_config = GenerationConfig.from_model_config(model_config)
     return tokenizer, _end_ids(generation_config, tokenizer)

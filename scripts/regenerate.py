@@ -2,26 +2,32 @@
 
 python scripts/regenerate.py prompts=[data/demo/prompts.jsonl] output=outputs/answers.jsonl samples=2
 python scripts/regenerate.py invent=1500 output=outputs/invented.jsonl
+python scripts/regenerate.py url=http://localhost:8000/v1 prompts=[prompts.jsonl] output=outputs/answers.jsonl
 """
 
+import asyncio
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from data.conversations import load_conversations
-from data.regenerate import AnswerLog, Prompt, answer, invent, read_prompts, user_turn_prefix
+from data.regenerate import AnswerLog, Job, Prompt, answer, invent, open_jobs, read_prompts, user_turn_prefix
 from eval.batched import generate_batch
 from eval.config import from_hydra
 from eval.sampling import SamplingConfig
-from heads.target import Target, TargetConfig, load_target
+from eval.serving.answering import AnsweringClient, ServerConfig, request_fields
+from eval.serving.load import ServerGone
+from eval.serving.regeneration import Intake, answer_by_server
+from heads.target import Target, TargetConfig, load_target, load_tokenizer
 
 
 @dataclass(frozen=True)
-class RegenerateConfig:
+class RegenerateConfig(ServerConfig):
     """`conf/regenerate.yaml`; `prompts` are sources as in conf/data, `invent` the number of prompts to sample."""
 
     model: TargetConfig
@@ -37,6 +43,12 @@ class RegenerateConfig:
     seed: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
+        if self.url is not None and self.invent:
+            raise ValueError(
+                f"invent={self.invent} lets the target go on from a bare start of a user turn, which chat completions "
+                "cannot send; invent without url= first, then give the invented prompts as prompts=[...] with url="
+            )
         if not self.prompts and not self.invent:
             raise ValueError("nothing to answer; give prompts=[file.jsonl] or invent=1000")
         for name in ("samples", "batch_size", "max_new_tokens", "max_prompt_tokens"):
@@ -45,7 +57,10 @@ class RegenerateConfig:
 
 
 def regenerate(config: RegenerateConfig) -> None:
-    """Invent what is asked for, then answer everything into `config.output`."""
+    """Invent what is asked for, then answer everything into `config.output`, by the server at `config.url` if given."""
+    if config.url is not None:
+        _by_server(config)
+        return
     target = load_target(config.model)
     output = Path(config.output)
     prompts = read_prompts(load_conversations(config.prompts, needs_answer=False)) if config.prompts else []
@@ -65,7 +80,38 @@ def regenerate(config: RegenerateConfig) -> None:
             config.seed,
             on_rows,
         )
-    print(f"{len(log.rows)} answers, {sum(row['tokens'] for row in log.rows)} tokens in {output}")
+    print(_closing(log, output))
+
+
+def _by_server(config: RegenerateConfig) -> None:
+    output, template_kwargs = Path(config.output), dict(config.model.template_kwargs)
+    tokenizer, eos_ids = load_tokenizer(config.model)
+    prompts = read_prompts(load_conversations(config.prompts, needs_answer=False))
+    total = len(prompts) * config.samples
+    with AnswerLog(output) as log:
+        jobs = open_jobs(prompts, log, tokenizer, template_kwargs, config.samples, config.seed)
+        with TokenProgress("answers", total, total - len(jobs)) as (on_rows, on_tokens):
+
+            def on_answer(tokens: int) -> None:
+                on_rows(1)
+                on_tokens(tokens)
+
+            intake = Intake(log, tokenizer, eos_ids, total, config.max_failed_share, on_answer)
+            try:
+                asyncio.run(_ask(config, jobs, intake, template_kwargs))
+            except ServerGone as error:
+                raise ValueError(f"{error}; start it and run again to go on: {_closing(log, output)}") from error
+    print("; ".join(note for note in (_closing(log, output), intake.closing()) if note))
+
+
+async def _ask(config: RegenerateConfig, jobs: list[Job], intake: Intake, template_kwargs: dict[str, Any]) -> None:
+    fields = request_fields(config, config.sampling, config.max_new_tokens, template_kwargs)
+    async with AnsweringClient(config, fields, config.model.path) as client:
+        await answer_by_server(client, jobs, intake)
+
+
+def _closing(log: AnswerLog, output: Path) -> str:
+    return f"{len(log.rows)} answers, {sum(row['tokens'] for row in log.rows)} tokens in {output}"
 
 
 def _invented(config: RegenerateConfig, target: Target, path: Path, known: list[Prompt]) -> list[Prompt]:

@@ -10,10 +10,11 @@ from typing import Any
 import httpx
 
 from data.regenerate import Prompt
+from eval.serving.connection import SHOWN, Connection
 from eval.serving.counters import Counters, parse_counters
-from eval.serving.failures import BUSY, UNREACHABLE, RequestFailed, RetryConfig, TryAgain, retry_after_s
+from eval.serving.failures import BUSY, UNREACHABLE, Attempts, RequestFailed, RetryConfig, TryAgain, try_later
 from eval.serving.records import RequestResult
-from eval.serving.stream import DONE, SHOWN, Answer, events, parse_chunk
+from eval.serving.stream import DONE, Answer, events, parse_chunk
 
 SETTLING_READS = 20
 OWN_FIELDS = {"max_tokens", "messages", "model", "seed", "stream", "stream_options", "temperature"}
@@ -64,43 +65,19 @@ class ClientConfig:
             raise ValueError(f"extra_body.{taken[0]} is set by the bench itself; remove it")
 
 
-class ChatClient:
-    """One server. `async with` it; requests may run side by side."""
+class ChatClient(Connection):
+    """A connection whose answers are streamed and timed."""
 
     def __init__(self, url: str, config: ClientConfig, connections: int):
-        self.url, self.config = server_root(url), config
-        self.model = config.model
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=_authorisation(config.api_key_variable),
-            # Only connecting is timed here: what comes later has deadlines that follow the tokens.
-            timeout=httpx.Timeout(None, connect=config.timeout.connect_s),
-            limits=httpx.Limits(max_connections=connections + 1, max_keepalive_connections=connections + 1),
-            trust_env=False,  # a proxy of the environment has no place between a bench and its server
+        super().__init__(
+            url,
+            model=config.model,
+            key=_key(config.api_key_variable),
+            connections=connections,
+            connect_s=config.timeout.connect_s,
+            patience_s=config.timeout.between_chunks_s,
         )
-
-    async def __aenter__(self) -> "ChatClient":
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self._http.aclose()
-
-    async def find_model(self) -> str:
-        """The name of the served model, from now on part of every request.
-
-        Raises:
-            ValueError: if the server does not answer, or lists none or several.
-        """
-        if self.model is None:
-            listing = await self._get("/v1/models")
-            try:
-                names = [row["id"] for row in listing.json()["data"]]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{self.url}/v1/models lists no models; give model=...") from error
-            if len(names) != 1:
-                raise ValueError(f"{self.url} serves {names}; say which with model=...")
-            self.model = names[0]
-        return self.model
+        self.config = config
 
     async def counters(self) -> Counters:
         """A reading of the server's counters that has settled: two in a row agree.
@@ -108,10 +85,10 @@ class ChatClient:
         Raises:
             ValueError: if there is no /metrics, or nothing in it that we know.
         """
-        reading = parse_counters((await self._get("/metrics")).text)
+        reading = parse_counters((await self.get("/metrics")).text)
         for _ in range(SETTLING_READS):
             await asyncio.sleep(self.config.settle_s)
-            later = parse_counters((await self._get("/metrics")).text)
+            later = parse_counters((await self.get("/metrics")).text)
             if later == reading:
                 break
             reading = later
@@ -119,20 +96,14 @@ class ChatClient:
 
     async def ask(self, prompt: Prompt, index: int) -> RequestResult:
         """Send a prompt, again where that may help, and read its answer. `index` makes the request's seed."""
-        began, retries = time.perf_counter(), 0
-        while True:
-            sent = time.perf_counter()
-            try:
-                answer = await self._attempt(self._body(prompt.messages, index))
-            except RequestFailed as failure:
-                wait_s = self.config.retry.wait_s(retries, failure) if isinstance(failure, TryAgain) else None
-                if wait_s is None:
-                    waited_s = time.perf_counter() - began
-                    return RequestResult(prompt.name, retries, waited_s, failure=failure.kind, detail=failure.detail)
-                retries += 1
-                await asyncio.sleep(wait_s)
-            else:
-                return _result(prompt.name, retries, sent - began, sent, answer)
+        began, attempts = time.perf_counter(), Attempts()
+        body = self._body(prompt.messages, index)
+        try:
+            answer = await attempts.until_answered(lambda: self._attempt(body), self.config.retry)
+        except RequestFailed as failure:
+            waited_s = time.perf_counter() - began
+            return RequestResult(prompt.name, attempts.retries, waited_s, failure=failure.kind, detail=failure.detail)
+        return _result(prompt.name, attempts.retries, attempts.sent - began, attempts.sent, answer)
 
     def _body(self, messages: Sequence[dict[str, Any]], index: int) -> dict[str, Any]:
         return {
@@ -165,7 +136,7 @@ class ChatClient:
 
     async def _stream(self, body: dict[str, Any], answer: Answer, silence: asyncio.Timeout) -> None:
         loop = asyncio.get_running_loop()
-        async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+        async with self.http.stream("POST", "/v1/chat/completions", json=body) as response:
             await _require_stream(response)
             async for data in events(response.aiter_bytes()):
                 if data == DONE:
@@ -174,47 +145,17 @@ class ChatClient:
                 if answer.first_token is not None:
                     silence.reschedule(loop.time() + self.config.timeout.between_chunks_s)
 
-    async def _get(self, path: str) -> httpx.Response:
-        limit = self.config.timeout.between_chunks_s
-        try:
-            async with asyncio.timeout(limit):
-                response = await self._http.get(path)
-        except (httpx.RequestError, TimeoutError) as error:
-            said = str(error) or f"nothing within {limit} s"
-            raise ValueError(f"{self.url}{path} does not answer ({said}); start the server, or correct url=") from error
-        if response.status_code != httpx.codes.OK:
-            raise ValueError(f"{self.url}{path} answers {response.status_code}: {response.text[:SHOWN]!r}")
-        return response
 
-
-def server_root(url: str) -> str:
-    """`url` without the /v1 that clients of this API are often given.
-
-    Raises:
-        ValueError: if it is not an http(s) address.
-    """
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"url={url} is not an address ({error}); give one like http://127.0.0.1:8000") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"url={url} must be like http://127.0.0.1:8000")
-    return url.rstrip("/").removesuffix("/v1")
-
-
-def _authorisation(variable: str | None) -> dict[str, str]:
-    if variable is None:
-        return {}
-    if variable not in os.environ:
+def _key(variable: str | None) -> str | None:
+    if variable is not None and variable not in os.environ:
         raise ValueError(f"api_key_variable={variable} is not set in the environment; export it")
-    return {"Authorization": f"Bearer {os.environ[variable]}"}
+    return None if variable is None else os.environ[variable]
 
 
 async def _require_stream(response: httpx.Response) -> None:
     if response.status_code in BUSY:
-        wait_s = retry_after_s(response)
-        asked = f" (asks to wait {wait_s:g} s)" if wait_s else ""
-        raise TryAgain(f"status {response.status_code}", await _said(response) + asked, wait_s)
+        await response.aread()
+        raise try_later(response)
     if response.status_code != httpx.codes.OK:
         raise RequestFailed(f"status {response.status_code}", await _said(response))
     if not response.headers.get("content-type", "").startswith("text/event-stream"):

@@ -1,11 +1,19 @@
 """How a request can fail, and how long to wait before it is tried again."""
 
+import asyncio
 import random
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from typing import TypeVar
 
 import httpx
+
+from eval.serving.connection import SHOWN
+
+T = TypeVar("T")
 
 UNREACHABLE = "no connection"
 BUSY = (429, 503)
@@ -50,6 +58,38 @@ class RetryConfig:
         backed_off = min(self.first_wait_s * 2**retries, self.longest_wait_s)
         # Jitter: requests that were refused together do not come back together.
         return max(failure.wait_s, backed_off * random.uniform(0.75, 1))
+
+
+@dataclass
+class Attempts:
+    """The attempts at one request so far. sent: when the last one began, by time.perf_counter."""
+
+    retries: int = 0
+    sent: float = 0.0
+
+    async def until_answered(self, attempt: Callable[[], Awaitable[T]], retry: RetryConfig) -> T:
+        """What an attempt brings, the first one or a later one.
+
+        Raises:
+            RequestFailed: as the last attempt did, when another would not help or `retry` allows none.
+        """
+        while True:
+            self.sent = time.perf_counter()
+            try:
+                return await attempt()
+            except TryAgain as failure:
+                wait_s = retry.wait_s(self.retries, failure)
+                if wait_s is None:
+                    raise
+            self.retries += 1
+            await asyncio.sleep(wait_s)
+
+
+def try_later(response: httpx.Response) -> TryAgain:
+    """The failure of a request, read to its end, whose server could not answer now."""
+    wait_s = retry_after_s(response)
+    asked = f" (asks to wait {wait_s:g} s)" if wait_s else ""
+    return TryAgain(f"status {response.status_code}", response.text[:SHOWN] + asked, wait_s)
 
 
 def retry_after_s(response: httpx.Response) -> float:

@@ -3,19 +3,40 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
-from data.regenerate import Prompt
-from eval.serving.client import ChatClient
 from eval.serving.failures import UNREACHABLE
-from eval.serving.records import RequestResult
 
 
 class ServerGone(Exception):  # noqa: N818
     """The server takes no connections any more, however often it is tried."""
 
 
+class Result(Protocol):
+    """What came of a request; failure: None if it was answered."""
+
+    @property
+    def failure(self) -> str | None: ...
+    @property
+    def detail(self) -> str: ...
+    @property
+    def retries(self) -> int: ...
+
+
+P = TypeVar("P", contravariant=True)
+R = TypeVar("R", bound=Result, covariant=True)
+
+
+class Client(Protocol[P, R]):
+    """Who asks: one server's clients for a bench and for regeneration."""
+
+    @property
+    def url(self) -> str: ...
+    async def ask(self, prompt: P, index: int, /) -> R: ...
+
+
 async def run_load(
-    client: ChatClient, prompts: Sequence[Prompt], concurrency: int, on_result: Callable[[RequestResult], None]
+    client: Client[P, R], prompts: Sequence[P], concurrency: int, on_result: Callable[[R], None]
 ) -> float:
     """Ask every prompt once, `concurrency` at a time; returns the seconds from the first request to the last answer.
 
@@ -25,7 +46,7 @@ async def run_load(
         ServerGone: when a request could not connect. The others under way are finished first, no more are sent.
     """
     waiting = iter(enumerate(prompts))
-    gone: list[RequestResult] = []
+    gone: list[R] = []
     began = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as users:
@@ -39,10 +60,10 @@ async def run_load(
 
 
 async def _user(
-    client: ChatClient,
-    waiting: Iterator[tuple[int, Prompt]],
-    on_result: Callable[[RequestResult], None],
-    gone: list[RequestResult],
+    client: Client[P, R],
+    waiting: Iterator[tuple[int, P]],
+    on_result: Callable[[R], None],
+    gone: list[R],
 ) -> None:
     for index, prompt in waiting:
         result = await client.ask(prompt, index)

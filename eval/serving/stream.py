@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from eval.serving.connection import SHOWN
 from eval.serving.failures import RequestFailed
 
 DONE = "[DONE]"
-SHOWN = 200  # characters of a bad chunk in a message
 
 
 @dataclass(frozen=True)

@@ -137,3 +137,19 @@ def test_an_answer_that_ran_out_of_room_is_not_supervised_to_end(tokenizer, tmp_
         builder.add(conversation, Problems())
     ids, supervised = builder.finish(Problems(), "").sample(0)
     assert ids[supervised].tolist() == said
+
+
+def test_tools_are_in_the_prompt_and_in_the_row(tmp_path):
+    tokenizer, shown = tiny_tokenizer(), []
+    tokenizer.chat_template = f"{{{{ tools }}}}{tokenizer.chat_template}"
+    prompt = Prompt("p", "qa", PROMPTS[0].messages, tools=[{"name": "look"}])
+
+    def generate(prompts, seeds):
+        shown.extend(tokenizer.decode(ids) for ids in prompts)
+        return [[65, EOS]]
+
+    rows = run(tmp_path / "a.jsonl", tokenizer, generate, [prompt], samples=1)
+    assert shown[0].startswith("[{'name': 'look'}]")
+    assert rows[0]["tools"] == [{"name": "look"}]
+    (conversation,) = load_conversations([str(tmp_path / "a.jsonl")])
+    assert read_prompts([conversation])[0].tools == prompt.tools

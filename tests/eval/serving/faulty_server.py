@@ -1,9 +1,11 @@
 """A small OpenAI-compatible server that streams known answers in known times, counts as vLLM does, and fails on demand.
 
-The n-th chat request may meet a fault:
+A request that asks for no stream gets what `whole` makes of it. The n-th chat request may meet a fault:
     busy            429 with Retry-After, `retry_after`
     unavailable     503
     broken          500 with a body
+    refused         400
+    unknown         404
     drop            closes the connection amid the answer
     refuse          closes it without any answer
     stall           says nothing more amid the answer
@@ -35,6 +37,7 @@ class FaultyServer:
     """`with` it. Every answer comes in chunks, one each `chunk_s`, the first after `first_s`.
 
     drafts: whether a chunk holds 1 + accepted tokens (with heads) or one. tokens(n): length of the n-th answer.
+    whole: from the body of a request to the body of its answer. key: without it, the answer is 401. models: listed.
     """
 
     def __init__(
@@ -47,7 +50,11 @@ class FaultyServer:
         retry_after: str = "0",
         metrics: bool = True,
         on_request: Callable[[int], None] = lambda n: None,
+        whole: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: {},
+        key: str | None = None,
+        models: tuple[str, ...] = ("tiny",),
     ):
+        self.whole, self.key, self.models = whole, key, models
         self.faults, self.drafts, self.tokens = faults or {}, drafts, tokens
         self.first_s, self.chunk_s, self.retry_after = first_s, chunk_s, retry_after
         self.metrics, self.on_request = metrics, on_request
@@ -120,10 +127,16 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Quiet."""
 
+    def _is_locked(self) -> bool:
+        key = self.server.serves.key
+        return key is not None and self.headers["Authorization"] != f"Bearer {key}"
+
     def do_GET(self) -> None:
         serves = self.server.serves
-        if self.path == "/v1/models":
-            self._whole(200, json.dumps({"data": [{"id": "tiny"}]}))
+        if self._is_locked():
+            self._whole(401, "who are you")
+        elif self.path == "/v1/models":
+            self._whole(200, json.dumps({"data": [{"id": name} for name in serves.models]}))
         elif self.path == "/metrics" and serves.metrics:
             self._whole(200, serves.prometheus())
         else:
@@ -140,15 +153,17 @@ class _Handler(BaseHTTPRequestHandler):
             serves.most_asking = max(serves.most_asking, serves.asking)
         try:
             serves.on_request(number)
-            self._answer(number, serves.faults.get(number, ""))
+            self._answer(number, serves.faults.get(number, ""), body)
         finally:
             with serves.lock:
                 serves.asking -= 1
 
-    def _answer(self, number: int, fault: str) -> None:
+    def _answer(self, number: int, fault: str, body: dict[str, Any]) -> None:
         serves = self.server.serves
-        statuses = {"busy": 429, "unavailable": 503, "broken": 500}
-        if fault in statuses:
+        statuses = {"busy": 429, "unavailable": 503, "broken": 500, "refused": 400, "unknown": 404}
+        if self._is_locked():
+            self._whole(401, "who are you")
+        elif fault in statuses:
             self._whole(statuses[fault], "too much", {"Retry-After": serves.retry_after} if fault == "busy" else {})
         elif fault == "not a stream":
             self._whole(200, "{}")
@@ -156,8 +171,23 @@ class _Handler(BaseHTTPRequestHandler):
             if fault == "die":
                 serves.die()
             self.close_connection = True
-        else:
+        elif body.get("stream"):
             self._stream(number, fault)
+        else:
+            self._in_one_piece(fault, json.dumps(serves.whole(body)).encode())
+
+    def _in_one_piece(self, fault: str, content: bytes) -> None:
+        time.sleep(self.server.serves.first_s)
+        broken_off = fault in ("drop", "stall")
+        sent = {"malformed": content[:-1], "not a chunk": b'{"object": "list"}'}.get(fault, content)
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(sent)))
+        self.end_headers()
+        self.wfile.write(sent[: len(sent) // 2] if broken_off else sent)
+        self.wfile.flush()
+        if broken_off:
+            self._misbehave(fault)
 
     def _stream(self, number: int, fault: str) -> None:
         serves = self.server.serves

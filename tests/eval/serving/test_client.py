@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from data.regenerate import Prompt
-from eval.serving.client import ChatClient, ClientConfig, TimeoutConfig, server_root
+from eval.serving.client import ChatClient, ClientConfig, TimeoutConfig
+from eval.serving.connection import server_root
 from eval.serving.failures import RetryConfig, retry_after_s
 from eval.serving.records import RequestResult
 from tests.eval.serving.faulty_server import FaultyServer, chunk_sizes, text_of
