@@ -3,6 +3,7 @@
 python scripts/export_heads.py heads=outputs/eagle3-llama3-8b model=llama3-8b format=vllm
 python scripts/export_heads.py heads=outputs/run/heads model=qwen3-8b format=fasterdecoding output=for-tgi
 python scripts/export_heads.py heads=outputs/eagle3-qwen3-8b model=qwen3-8b format=sglang
+python scripts/export_heads.py heads=outputs/eagle3-qwen3-8b model=qwen3-8b format=llama.cpp target_gguf=qwen3-8b.gguf
 
 The kind of the saved heads decides what a format means: `format=vllm` exists for Medusa, EAGLE-1 and EAGLE-3.
 The certificate holds what the trained heads say of a few prompts; scripts/verify_export.py compares the files with it.
@@ -18,6 +19,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from eval.config import from_hydra, heads_as_source
+from eval.lineage import Item, check_tracker, heads_item, log_job
 from eval.parity.certificate import GOLDEN_FILE, PARITY_FILE
 from eval.parity.golden import certify
 from heads.export.formats import check_kind, kinds_of
@@ -38,9 +40,14 @@ class ExportConfig:
     dtype: str | None = None
     expand_vocabulary: bool = False
     allow_other_weights: bool = False
+    target_gguf: str | None = None
+    tracker: str = "auto"
 
     def __post_init__(self):
+        check_tracker(self.tracker)
         kinds_of(self.format)
+        if self.target_gguf is not None and self.format != "llama.cpp":
+            raise ValueError(f"target_gguf={self.target_gguf} is for format=llama.cpp, not for format={self.format}")
 
 
 def export(config: ExportConfig) -> None:
@@ -65,6 +72,7 @@ def export(config: ExportConfig) -> None:
         expand_vocabulary=config.expand_vocabulary,
         allow_other_weights=config.allow_other_weights,
         companion=Companion((PARITY_FILE, GOLDEN_FILE), write_certificate),
+        **({} if config.target_gguf is None else {"target_gguf": Path(config.target_gguf)}),
     )
     console = Console(soft_wrap=True, highlight=False)
     for file in done.files:
@@ -73,6 +81,8 @@ def export(config: ExportConfig) -> None:
         console.print(f"note: {limit}", style="yellow", markup=False)
     separator = "\n" if "\n" in done.command else " "
     console.print(f"serve with:{separator}{done.command}", markup=False)
+    written = Item("export", f"export-{config.format}", output)
+    log_job("export", config.tracker, heads_item(source), written, {"kind": kind, "format": config.format})
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="export")

@@ -13,6 +13,7 @@ from eval.parity.expected import Expected, eagle_tensors, own_names
 from eval.parity.layouts import LAYOUTS, EagleSpec, Layout, read_spec
 from eval.parity.replay_eagle import EagleReplay
 from eval.parity.replay_medusa import MedusaReplay, MedusaSpec, read_medusa_spec
+from heads.export.engines import GGUF_FILE
 from heads.export.files import CONFIG_FILE, read_json, read_tensors
 from heads.target import Target
 
@@ -34,7 +35,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Exported:
-    """tensors: in the engine's names of `expected`, with the decoder layer as `layer`."""
+    """config: config.json, with what the engine's server is started with. tensors: in the engine's names of `expected`,
+    with the decoder layer as `layer`.
+    """
 
     directory: Path
     weights_file: str
@@ -52,6 +55,14 @@ class Exported:
     def layout(self) -> Layout:
         """How the engine reads EAGLE heads in this format."""
         return LAYOUTS[self.certificate.kind, self.certificate.format]
+
+    @property
+    def engine_files(self) -> set[str]:
+        """All files that the engine reads."""
+        names = {self.weights_file, CONFIG_FILE}
+        if self.certificate.kind != "medusa" and self.layout.server_file is not None:
+            names.add(self.layout.server_file)
+        return names | ({GGUF_FILE} if (self.directory / GGUF_FILE).is_file() else set())
 
     @cached_property
     def spec(self) -> EagleSpec | MedusaSpec:
@@ -109,5 +120,8 @@ def open_export(directory: Path, target: Target) -> Exported:
     weights_file = "medusa_lm_head.safetensors" if certificate.format == "fasterdecoding" else "model.safetensors"
     tensors = read_tensors(directory / weights_file)
     if certificate.kind != "medusa":
-        tensors = own_names(LAYOUTS[certificate.kind, certificate.format], tensors)
+        layout = LAYOUTS[certificate.kind, certificate.format]
+        tensors = own_names(layout, tensors)
+        if layout.server_file is not None:
+            config |= read_json(directory / layout.server_file)  # JSON, as which we write YAML
     return Exported(directory, weights_file, certificate, golden, config, tensors, target)

@@ -8,6 +8,9 @@ Written from what the engines do, not from what heads/export writes, which this 
     sglang        SGLang      both         eagle_config; the block that the state leaves       not before the residual
     specforge     SGLang      midlayer     eagle_config; the block that the state leaves       fc_norm, norm_output
     modelopt      SGLang      layers.0     eagle_config; the block that the state leaves       none
+    tensorrt-llm  TensorRT-   both         trtllm-serve.yaml; the block that the state leaves  not before the residual
+                  LLM
+    llama.cpp     llama.cpp   both         top level; the block that the state enters          norm_before_...
     safeailab     SafeAILab   midlayer     nowhere: always those that enter 2, n // 2, n - 3   none
 
     (*) or else the numbers in eagle_config, read in the same way
@@ -16,11 +19,12 @@ Written from what the engines do, not from what heads/export writes, which this 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+NESTED_FIRST = ("norm_before_fc",)  # for which engines look in eagle_config, then at the top
 SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
 LLAMA3_CLASSES = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"})
 
@@ -31,8 +35,10 @@ class Layout:
 
     blocks: names by which it knows the decoder layer. section: where config.json describes that layer, None for the
     top level. tap_paths: keys that lead to the taps, in the order in which it looks; tap_shift: the block entered minus
-    the number in the file. flags: the norm flags that it follows. fc_bias: EAGLE-1's fc has one: "config" by the key
-    `bias`, "dropped" never. bias_key: says that q, k and v have biases. square: the head size follows from the width.
+    the number in the file. flags: the norm flags that it follows; flag_paths: where, if not in the usual places.
+    server_file: what its server is started with, read along with config.json. fc_bias: EAGLE-1's fc has one: "config"
+    by the key `bias`, "dropped" never. bias_key: says that q, k and v have biases. square: the head size follows from
+    the width.
     """
 
     engine: str
@@ -47,9 +53,12 @@ class Layout:
     fc_bias: str = "dropped"
     windows: bool = False
     square: bool = False
+    flag_paths: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    server_file: str | None = None
 
 
 EITHER, TOP, NESTED = ("layers.0", "midlayer"), (TAPS,), ("eagle_config", TAPS)
+CAPTURED = ("speculative_config", "eagle3_layers_to_capture")
 LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("eagle3", "vllm"): Layout(
         "vLLM", LLAMA3_CLASSES | {"Eagle3Qwen3ForCausalLM"}, EITHER, (TOP, NESTED), 0, frozenset(NORM_FLAGS),
@@ -68,6 +77,18 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = {
         "SGLang", LLAMA3_CLASSES, ("midlayer",), (NESTED,), 1, frozenset({"fc_norm", "norm_output"})
     ),
     ("eagle3", "modelopt"): Layout("SGLang", LLAMA3_CLASSES, ("layers.0",), (NESTED,), 1),
+    ("eagle3", "tensorrt-llm"): Layout(
+        "TensorRT-LLM", LLAMA3_CLASSES | {"EAGLE3LlamaForCausalLM"}, EITHER, (CAPTURED,), 1,
+        frozenset({"norm_before_fc", "fc_norm", "norm_output"}),
+        needed=frozenset({"attention_bias", "speculative_config"}), server_file="trtllm-serve.yaml",
+        flag_paths={
+            "norm_before_fc": (("eagle_config", "norm_before_fc"),),
+            "norm_output": (("eagle_config", "return_hidden_post_norm"), ("norm_output",)),
+        },
+    ),
+    ("eagle3", "llama.cpp"): Layout(
+        "llama.cpp", LLAMA3_CLASSES, EITHER, (TOP,), 0, frozenset({"norm_before_residual", "norm_before_fc"})
+    ),
     ("eagle3", "safeailab"): Layout("SafeAILab", LLAMA3_CLASSES, ("midlayer",), square=True),
     ("eagle", "safeailab"): Layout(
         "SafeAILab", frozenset({"LlamaForCausalLM"}), ("layers.0",), bias_key="qkv_bias", fc_bias="config", square=True
@@ -145,14 +166,15 @@ def read_spec(layout: Layout, kind: str, config: Mapping[str, Any], num_layers: 
         fc_bias=layout.fc_bias == "config" and config.get("bias", True),
         entered=read_taps(layout, config, num_layers) if kind == "eagle3" else (),
         norms=1 if kind == "eagle3" else 0,
-        **{flag: read_flag(config, flag) for flag in layout.flags},
+        **{flag: read_flag(layout, config, flag) for flag in layout.flags},
     )
 
 
-def read_flag(config: Mapping[str, Any], flag: str) -> bool:
-    """A norm flag; engines look for norm_before_fc in eagle_config first."""
-    inner = _at(config, ("eagle_config", flag)) if flag == "norm_before_fc" else None
-    return (config.get(flag) if inner is None else inner) is True
+def read_flag(layout: Layout, config: Mapping[str, Any], flag: str) -> bool:
+    """A norm flag from the first place that has it."""
+    usual = (("eagle_config", flag), (flag,)) if flag in NESTED_FIRST else ((flag,),)
+    found = (_at(config, path) for path in layout.flag_paths.get(flag, usual))
+    return next((value for value in found if value is not None), False) is True
 
 
 def read_taps(layout: Layout, config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -171,6 +193,8 @@ def read_taps(layout: Layout, config: Mapping[str, Any], num_layers: int) -> tup
         return usual
     if not isinstance(found, list) or not all(type(number) is int for number in found):
         raise ValueError(f"config.json: {TAPS}={found!r} must be whole numbers")
+    if layout.engine == "llama.cpp" and len(found) != 3:
+        raise ValueError(f"config.json names {len(found)} taps, llama.cpp takes exactly 3")
     if layout.engine == "vLLM":
         layer = config.get(layout.section or "", config)
         told = layer.get("num_aux_hidden_states") or len(_at(config, NESTED) or range(3))

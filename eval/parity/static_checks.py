@@ -9,7 +9,7 @@ from eval.parity.certificate import GOLDEN_FILE, PARITY_FILE
 from eval.parity.digests import tensor_digests
 from eval.parity.exported import Exported, Finding
 from eval.parity.layouts import LAYOUTS, NORM_FLAGS, EagleSpec, block_of, read_taps
-from heads.export.files import CHECKSUM_FILE, CONFIG_FILE, read_tensors, verify_checksums
+from heads.export.files import CHECKSUM_FILE, read_tensors, verify_checksums
 
 # Shapes: V vocabulary, Ve ids that the engine drafts, D hidden
 
@@ -24,7 +24,7 @@ def check_files(exported: Exported) -> Iterator[Finding]:
     listing = exported.directory / CHECKSUM_FILE
     lines = listing.read_text().splitlines() if listing.is_file() else []
     listed = {line.partition("  ")[2] for line in lines}
-    unlisted = sorted({exported.weights_file, CONFIG_FILE, PARITY_FILE, GOLDEN_FILE} - listed)
+    unlisted = sorted((exported.engine_files | {PARITY_FILE, GOLDEN_FILE}) - listed)
     cause = f"{CHECKSUM_FILE} does not list {', '.join(unlisted)}" if unlisted else ""
     try:
         verify_checksums(exported.directory)
@@ -106,7 +106,7 @@ def _vocabulary_fault(exported: Exported, recorded: Tensor, found: Tensor) -> st
         return f"draft_vocab_size={len(found)}, the heads were trained on {len(recorded)} ids"
     if d2t is None and len(found) < size:
         return "d2t is missing: the engine would take draft indices for token ids"
-    if d2t is not None and not torch.equal(found, recorded) and torch.equal(d2t, recorded):
+    if d2t is not None and not torch.equal(found, recorded) and torch.equal(d2t.long(), recorded):
         return "d2t holds token ids; it must hold offsets (token id minus draft index)"
     if found.min() < 0 or found.max() >= size or len(found.unique()) < len(found):
         return f"d2t leaves the target's {size} ids, or repeats one"

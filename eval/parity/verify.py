@@ -5,6 +5,7 @@ from pathlib import Path
 
 from eval.parity.draft_checks import check_logits, check_proposals, check_rounding
 from eval.parity.exported import Exported, Finding, open_export
+from eval.parity.gguf_checks import check_gguf
 from eval.parity.static_checks import (
     check_config,
     check_copies,
@@ -19,7 +20,7 @@ from heads.target import Target
 
 Check = Callable[[Exported], Iterator[Finding]]
 FILES: tuple[Check, ...] = (check_files, check_digests)
-READING: tuple[Check, ...] = (check_config, check_tensors, check_vocabulary, check_taps, check_copies)
+READING: tuple[Check, ...] = (check_config, check_tensors, check_vocabulary, check_taps, check_copies, check_gguf)
 TARGET: tuple[Check, ...] = (check_shared, check_prompts, check_features)
 DRAFTS: tuple[Check, ...] = (check_rounding, check_logits, check_proposals)
 

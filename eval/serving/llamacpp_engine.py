@@ -1,4 +1,4 @@
-"""llama.cpp: GGUF files by its own converter, its server with EAGLE-3 heads and without.
+"""llama.cpp: GGUF files (exported, or by its own converter), its server with EAGLE-3 heads and without.
 
 Its batched verification rounds otherwise than its plain steps, and its last draft ends where the token limit does: so
 texts and counters need not equal ours, and it is no exact engine.
@@ -18,11 +18,11 @@ import httpx
 from eval.serving.engine_process import Launch, tail, without_ours
 from eval.serving.environment import EngineUnavailable
 from eval.serving.served_heads import ServedHeads
+from heads.export.engines import GGUF_FILE, OUTTYPES
 
 logger = logging.getLogger(__name__)
 
 SERVER, CONVERTER = "llama-server", "convert_hf_to_gguf.py"
-TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def prepare(
     directory: Path,
     arguments: Sequence[str] = (),
 ) -> LlamaCppEngine:
-    """Convert target and heads to GGUF files in `directory`.
+    """Convert the target to a GGUF file in `directory`, and the heads, too, unless their export holds one.
 
     Raises:
         ValueError: if the heads are not EAGLE-3, the target is not a directory, or the converter refuses one of them.
@@ -109,9 +109,11 @@ def prepare(
     if not Path(target).is_dir():
         raise ValueError(f"model.path={target} must be a directory: llama.cpp's converter reads no hub id")
     directory.mkdir(parents=True, exist_ok=True)
-    outtype = TYPES[dtype]
+    outtype = OUTTYPES[dtype]
     target_file = _convert(tools, Path(target), directory / "target.gguf", outtype)
-    heads_file = _convert(tools, heads.directory, directory / "heads.gguf", outtype, "--target-model-dir", target)
+    heads_file = heads.directory / GGUF_FILE
+    if not heads_file.is_file():
+        heads_file = _convert(tools, heads.directory, directory / GGUF_FILE, outtype, "--target-model-dir", target)
     return LlamaCppEngine(tools.server, target_file, heads_file, heads.chain, outtype, max_context, arguments)
 
 

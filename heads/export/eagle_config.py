@@ -1,8 +1,9 @@
 """config.json of exported EAGLE heads, format by format: every key and its value.
 
 All formats but speculators' are a flat Hugging Face Llama config with keys besides. Tap numbers come in two
-conventions, of the same states: SpecForge, SGLang and ModelOpt count the blocks whose *outputs* are tapped, as we do
-(`eagle_config`); vLLM, llama.cpp and speculators count the layers that they *enter*, one more (at the top).
+conventions, of the same states: SpecForge, SGLang, ModelOpt and TensorRT-LLM count the blocks whose *outputs* are
+tapped, as we do (`eagle_config`); vLLM, llama.cpp and speculators count the layers that they *enter*, one more (at the
+top).
 """
 
 from typing import Any
@@ -120,6 +121,28 @@ def modelopt(outline: Outline) -> dict[str, Any]:
             "next_layer_regular": True,
             "parallel_draft_step": 1,
             "parallel_draft_heads_num_layers": 1,
+        },
+    }
+
+
+def tensorrt_llm(outline: Outline) -> dict[str, Any]:
+    return {
+        "architectures": [EAGLE3_CLASS],
+        **_layer(outline),
+        **_rope(outline),
+        "attention_bias": outline.layer.attention_bias,
+        "mlp_bias": False,
+        "draft_vocab_size": outline.draft_vocab_size,
+        "dtype": outline.dtype,
+        "torch_dtype": outline.dtype,
+        "fc_norm": outline.flag("fc_norm"),
+        # The server is told the taps in a file of its own; here they are for whoever reads the heads again.
+        "eagle_config": {
+            TAPS: outline.taps,
+            "use_aux_hidden_state": True,
+            "next_layer_regular": True,
+            "norm_before_fc": outline.flag("norm_before_fc"),
+            "return_hidden_post_norm": outline.flag("norm_output"),
         },
     }
 

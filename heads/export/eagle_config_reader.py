@@ -94,7 +94,7 @@ def _heads(form: EagleFormat, file: ConfigFile, target: Target) -> Eagle3Config 
     layer = _layer(form, file, target.hidden_size)
     if form.kind == "eagle":
         return EagleConfig(bias=file.flag("bias", form.fc_bias), layer=layer)
-    flags: dict[str, Any] = {flag: file.flag(flag) for flag in NORM_FLAGS}
+    flags: dict[str, Any] = {flag: _norm_flag(form, file, flag) for flag in NORM_FLAGS}
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise ValueError(f"{file.path}: norm_before_fc and fc_norm would norm the taps twice; heads have one or none")
     if form.name == "specforge" and not file.top.get("norm_output", True):
@@ -115,6 +115,16 @@ def _heads(form: EagleFormat, file: ConfigFile, target: Target) -> Eagle3Config 
         layer=layer,
         **flags,
     )
+
+
+def _norm_flag(form: EagleFormat, file: ConfigFile, flag: str) -> bool:
+    """A norm flag from where the engine looks for it."""
+    if (name := form.nested_flags.get(flag)) is None:
+        return file.flag(flag)
+    value = file.nested("eagle_config").get(name, False)
+    if type(value) is not bool:
+        raise ValueError(f"{file.path}: eagle_config.{name}={value!r} must be true or false")
+    return value
 
 
 def _layer(form: EagleFormat, file: ConfigFile, hidden_size: int) -> LayerShape:
@@ -160,7 +170,7 @@ def _one_rope(given: Mapping[str, Any], theta: float) -> dict[str, Any]:
 def _taps(form: EagleFormat, file: ConfigFile, num_layers: int) -> list[int]:
     """Blocks whose outputs are tapped, from the key that the engine reads."""
     nested = file.nested("eagle_config").get(TAPS)
-    ids = nested if form.tap_shift == 0 else file.top.get(TAPS, nested)
+    ids = nested if form.tap_shift == 0 else file.top.get(TAPS, None if TAPS in form.needed else nested)
     if form.tap_shift is None or ids is None:
         if (taps := default_taps(num_layers)) is None:
             raise ValueError(f"{file.path} names no taps, and of {num_layers} blocks the usual three are not distinct")
@@ -216,7 +226,7 @@ def _compare_eagle_config(form: EagleFormat, file: ConfigFile, outline: Outline,
 def _compare_keys(
     found: Mapping[str, Any], right: Mapping[str, Any], plain: Mapping[str, Any], form: EagleFormat, where: str
 ) -> None:
-    if missing := sorted(right.keys() - (OPTIONAL - form.needed) - FREE - found.keys()):
+    if missing := sorted(right.keys() - ((OPTIONAL | FREE) - form.needed) - found.keys()):
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     if unknown := sorted(found.keys() - right.keys() - plain.keys() - FREE - IGNORED):
         raise ValueError(f"{where} has keys that are not followed: {', '.join(unknown)}")

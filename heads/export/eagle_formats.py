@@ -4,9 +4,11 @@
     eagle3  safeailab     SafeAILab/EAGLE main (`eagle/model/cnets.py`)
             specforge     SpecForge `--to hf`, with embeddings
             sglang        SpecForge `--to sglang`; what SGLang 0.5.23 loads (`llama_eagle3.py`)
-            vllm          what vLLM 0.32 and 0.33 load (`llama_eagle3.py`, `qwen3_eagle3.py`); llama.cpp converts it
+            vllm          what vLLM 0.32 and 0.33 load (`llama_eagle3.py`, `qwen3_eagle3.py`)
             speculators   speculators 0.9, read by vLLM
-            modelopt      ModelOpt 0.47 `export_speculative_decoding`, for SGLang and TensorRT-LLM
+            modelopt      ModelOpt 0.47 `export_speculative_decoding`, for SGLang
+            tensorrt-llm  what TensorRT-LLM loads in its PyTorch backend (`modeling_speculative.py`)
+            llama.cpp     what llama.cpp b11434 converts (`conversion/llama.py`), and the GGUF file itself
     eagle   safeailab     SafeAILab/EAGLE, EAGLE-1 and 2 (`cnets1.py`)
             vllm          what vLLM loads (`llama_eagle.py`)
 
@@ -14,9 +16,11 @@ Weights lie in model.safetensors, all in one dtype. The keys of config.json are 
 `eagle_tensors`, the settings that a format may refuse in `eagle_outline`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import torch
 
 from heads.export import eagle_config, engines
 from heads.export.eagle_config import EAGLE3_CLASS
@@ -29,7 +33,9 @@ from heads.export.eagle_outline import (
     RAW_FEEDBACK,
     RAW_RESIDUAL,
     SAFEAILAB_ROPE,
+    SEVERAL_CAPTURED,
     SEVERAL_TAPS,
+    THREE_TAPS,
     Outline,
     Problem,
     Rule,
@@ -37,7 +43,6 @@ from heads.export.eagle_outline import (
     no_fc_bias,
     rope_types,
     square_attention,
-    tap_count,
     taps_inside,
 )
 from heads.export.eagle_tensors import (
@@ -64,7 +69,9 @@ class EagleFormat:
     biases; zero_bias: o_proj then has one, too. fc_bias: EAGLE-1's fc has one where the file does not say. needed: keys
     that a file may not lack, because readers differ in what they then take. embeddings: the target's are written.
     full_maps: d2t and t2d are written for the full vocabulary, too. t2d: "needed" beside d2t, "skipped" by the engine
-    (written, but a file may lack it), or "absent".
+    (written, but a file may lack it), or "absent". map_dtype: of d2t. nested_flags: norm flags that the engine looks
+    for in `eagle_config` only, and their names there. server_config: the content of SERVER_FILE, where a server is told
+    of the heads in a file of its own.
     """
 
     kind: str
@@ -85,6 +92,9 @@ class EagleFormat:
     embeddings: bool = False
     full_maps: bool = False
     t2d: Literal["needed", "skipped", "absent"] = "needed"
+    map_dtype: torch.dtype = torch.int64
+    nested_flags: Mapping[str, str] = field(default_factory=dict)
+    server_config: Callable[[Outline], dict[str, Any]] | None = None
 
     def tensors(self, outline: Outline) -> dict[str, Source]:
         """Every tensor of the weights file as we write it."""
@@ -94,12 +104,13 @@ class EagleFormat:
         else:
             table |= eagle3_tensors(outline, self.block)
         if self.kind == "eagle3" and (outline.reduced or self.full_maps):
-            table |= {name: at for name, at in map_tensors(outline).items() if (name, self.t2d) != ("t2d", "absent")}
+            maps = map_tensors(outline, self.map_dtype)
+            table |= {name: at for name, at in maps.items() if (name, self.t2d) != ("t2d", "absent")}
         return table | (embedding_tensors(outline) if self.embeddings else {})
 
     def optional_tensors(self, outline: Outline) -> dict[str, Source]:
         """What a file may hold or lack, because it says nothing new."""
-        maps = map_tensors(outline) if self.kind == "eagle3" else {}
+        maps = map_tensors(outline, self.map_dtype) if self.kind == "eagle3" else {}
         if outline.reduced:
             maps = {name: at for name, at in maps.items() if name == "t2d" and self.t2d != "needed"}
         return embedding_tensors(outline) | (maps if outline.reduced or self.full_maps else {})
@@ -149,7 +160,7 @@ FORMATS = (
         embeddings=True,
         full_maps=True,
         rules=(
-            tap_count(3, 3, "it joins exactly 3"),
+            THREE_TAPS,
             taps_inside,
             RAW_RESIDUAL,
             NO_JOINT_NORM,
@@ -184,7 +195,7 @@ FORMATS = (
         zero_bias=True,
         t2d="skipped",
         rules=(),
-        serve=engines.vllm_and_llama_cpp,
+        serve=engines.vllm,
         limits=engines.vllm_limits,
     ),
     EagleFormat(
@@ -213,6 +224,38 @@ FORMATS = (
         rules=(SEVERAL_TAPS, taps_inside, RAW_RESIDUAL, NO_JOINT_NORM, NO_TAP_NORMS, RAW_FEEDBACK, *PLAIN_LAYER),
         serve=engines.sglang,
         limits=engines.sglang_limits,
+    ),
+    EagleFormat(
+        kind="eagle3",
+        name="tensorrt-llm",
+        block="midlayer",
+        any_block=True,
+        architectures=(EAGLE3_CLASS, "LlamaForCausalLM", "EAGLE3LlamaForCausalLM"),
+        config=eagle_config.tensorrt_llm,
+        tap_shift=0,
+        zero_bias=True,
+        needed=frozenset({"attention_bias"}),  # read without a default
+        t2d="absent",
+        map_dtype=torch.int32,
+        nested_flags={"norm_before_fc": "norm_before_fc", "norm_output": "return_hidden_post_norm"},
+        server_config=engines.trtllm_config,
+        rules=(SEVERAL_CAPTURED, RAW_RESIDUAL, NO_QK_NORM, NO_WINDOW, rope_types("default", "linear", "llama3")),
+        serve=engines.trtllm,
+        limits=engines.trtllm_limits,
+    ),
+    EagleFormat(
+        kind="eagle3",
+        name="llama.cpp",
+        block="layers.0",
+        any_block=True,
+        architectures=(EAGLE3_CLASS, "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
+        config=eagle_config.vllm,
+        tap_shift=1,
+        needed=frozenset({eagle_config.TAPS}),  # else it takes the usual three, whatever eagle_config says
+        t2d="skipped",
+        rules=(THREE_TAPS, NO_TAP_NORMS, RAW_FEEDBACK, *PLAIN_LAYER, rope_types("default", "linear", "llama3")),
+        serve=engines.llama_cpp,
+        limits=engines.llama_cpp_limits,
     ),
     EagleFormat(
         kind="eagle",

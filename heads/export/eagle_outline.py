@@ -18,6 +18,7 @@ class Outline:
     """What determines config keys, tensor names and shapes of exported EAGLE heads.
 
     heads: with everything spelled out (`EagleHeads.resolve`). target, target_architecture: how others know the target.
+    target_gguf: the target's GGUF file, for heads that are written as GGUF, too.
     """
 
     heads: Eagle3Config | EagleConfig
@@ -28,6 +29,7 @@ class Outline:
     dtype: str
     target: str = ""
     target_architecture: str = ""
+    target_gguf: str = ""
 
     @property
     def kind(self) -> str:
@@ -171,4 +173,6 @@ NO_TAP_NORMS = without("fc_norm", "it has no norms of single taps")
 RAW_FEEDBACK = without("norm_output", "it feeds back the state before the norm")
 # A single tap has the width of the embedding, by which SGLang knows a state that fc has already seen.
 SEVERAL_TAPS = tap_count(2, None, "SGLang leaves out fc for a single tap")
+SEVERAL_CAPTURED = tap_count(2, None, "TensorRT-LLM makes no fc for a single tap")
+THREE_TAPS = tap_count(3, 3, "it joins exactly 3")
 SAFEAILAB_ROPE = rope_types("default", "linear", "dynamic", scaled_theta=10000.0)

@@ -79,10 +79,10 @@ def eagle1_tensors(outline: Outline) -> dict[str, Source]:
     return table
 
 
-def map_tensors(outline: Outline) -> dict[str, Source]:
-    """The draft vocabulary: d2t holds offsets (token id minus draft index), t2d membership."""
+def map_tensors(outline: Outline, dtype: torch.dtype) -> dict[str, Source]:
+    """The draft vocabulary: d2t holds offsets (token id minus draft index) in `dtype`, t2d membership."""
     return {
-        "d2t": Source("d2t", (outline.draft_vocab_size,), torch.int64),
+        "d2t": Source("d2t", (outline.draft_vocab_size,), dtype),
         "t2d": Source("t2d", (outline.vocab_size,), torch.bool),
     }
 

@@ -1,5 +1,7 @@
 """Write EAGLE heads as an engine reads them; what is in a format is stated in `eagle_formats`."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,11 @@ from torch import Tensor
 
 from heads.eagle import EagleHeads
 from heads.export.eagle_formats import WEIGHTS_FILE, EagleFormat, find_format
+from heads.export.eagle_gguf import tokenizer_fields, write_gguf
 from heads.export.eagle_outline import NORM_FLAGS, Outline
 from heads.export.eagle_tensors import EMBEDDINGS, ZEROS
+from heads.export.engines import GGUF_FILE, SERVER_FILE
+from heads.export.files import write_json
 from heads.export.package import Companion, Content, Export, cast_weights, load_as, write_export
 from heads.identity import public_name
 from heads.target import Target
@@ -27,18 +32,21 @@ def export_heads(
     expand_vocabulary: bool = False,
     allow_other_weights: bool = False,
     companion: Companion | None = None,
+    target_gguf: Path | None = None,
 ) -> Export:
     """Write the heads saved in `source` as an engine reads them, with a model card and checksums.
 
     dtype: of the written weights, None for that of the heads.
     expand_vocabulary: let the engine draft all token ids with EAGLE-1 heads that were trained on some of them.
+    target_gguf: the target as llama.cpp serves it; format=llama.cpp then writes the heads as such a file, too.
 
     Raises:
-        ValueError: if the heads cannot be loaded or expressed in the format, or `directory` holds other files.
+        ValueError: if the heads cannot be loaded or expressed in the format, `target_gguf` is not this target or not
+            for this format, or `directory` holds other files.
     """
     heads = load_as(EagleHeads, source, target, format_name, allow_other_weights=allow_other_weights)
     form = find_format(heads.kind, format_name)
-    outline = outline_of(heads, target, dtype)
+    outline = replace(outline_of(heads, target, dtype), target_gguf=target_gguf.name if target_gguf else "")
     form.check(outline)
     limits = form.limits(outline)
     if heads.kind == "eagle":
@@ -47,17 +55,39 @@ def export_heads(
         raise ValueError(
             "expand_vocabulary=true is for heads without a d2t; eagle3 exports carry their draft vocabulary"
         )
+    tensors = cast_weights(_tensors(form, outline, heads, target), outline.dtype)
     content = Content(
         weights_file=WEIGHTS_FILE,
-        tensors=cast_weights(_tensors(form, outline, heads, target), outline.dtype),
+        tensors=tensors,
         config=form.config(outline),
         dtype=outline.dtype,
         title="EAGLE-3 heads" if heads.kind == "eagle3" else "EAGLE heads",
         facts=_facts(outline),
         serve=lambda name, folder: form.serve(outline, name, folder),
         limits=limits,
+        beside=_beside(form, outline, tensors, target_gguf),
     )
-    return write_export(source, directory, target, content, companion)
+    done = write_export(source, directory, target, content, companion)
+    if target_gguf is None:
+        return done
+    # The card names the target's file, the command gives its path.
+    here = replace(outline, target_gguf=str(target_gguf))
+    return replace(done, command=form.serve(here, outline.target, str(directory)))
+
+
+def _beside(
+    form: EagleFormat, outline: Outline, tensors: Mapping[str, Tensor], target_gguf: Path | None
+) -> tuple[Companion, ...]:
+    """What the format has besides weights and config."""
+    if target_gguf is not None:
+        if form.name != "llama.cpp":
+            raise ValueError(f"target_gguf={target_gguf} is for format=llama.cpp, not for format={form.name}")
+        tokenizer = tokenizer_fields(target_gguf, outline)
+        return (Companion((GGUF_FILE,), lambda folder: write_gguf(folder / GGUF_FILE, outline, tensors, tokenizer)),)
+    if (server_config := form.server_config) is None:
+        return ()
+    # JSON, which YAML includes.
+    return (Companion((SERVER_FILE,), lambda folder: write_json(folder / SERVER_FILE, server_config(outline))),)
 
 
 def outline_of(heads: EagleHeads, target: Target, dtype: str | None = None) -> Outline:
@@ -102,7 +132,8 @@ def _eagle1_limits(outline: Outline, target: Target, expand: bool) -> list[str]:
 def _tensors(form: EagleFormat, outline: Outline, heads: EagleHeads, target: Target) -> dict[str, Tensor]:
     ours = {**heads.state_dict(), EMBEDDINGS: target.embedding.weight.detach()}
     table = form.tensors(outline)
-    return {name: torch.zeros(at.shape) if at.name == ZEROS else ours[at.name] for name, at in table.items()}
+    wanted = {name: torch.zeros(at.shape) if at.name == ZEROS else ours[at.name] for name, at in table.items()}
+    return {name: tensor.to(table[name].dtype or tensor.dtype) for name, tensor in wanted.items()}
 
 
 def _facts(outline: Outline) -> dict[str, Any]:

@@ -2,9 +2,14 @@
 
 import json
 import shlex
+from typing import Any
 
 from heads.export.eagle_outline import Outline
 
+SERVER_FILE = "trtllm-serve.yaml"
+GGUF_FILE = "heads.gguf"
+OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # llama.cpp's names
+CHAIN = "drafts the single best chain, no tree: expect a lower tau than that of a draft tree"
 # SafeAILab's decoder has modelling files for these targets only.
 SAFEAILAB_TARGETS = "Llama, Qwen2, Qwen3 and Mixtral"
 
@@ -15,20 +20,40 @@ def vllm(outline: Outline, target: str, directory: str) -> str:
     return f"vllm serve {shlex.quote(target)} --speculative-config {speculative}"
 
 
-def vllm_and_llama_cpp(outline: Outline, target: str, directory: str) -> str:
-    if not _fits_llama_cpp(outline):
-        return vllm(outline, target, directory)
-    draft = shlex.quote(f"{directory}.gguf")
-    convert = f"python convert_hf_to_gguf.py {shlex.quote(directory)} --target-model-dir {shlex.quote(target)}"
+def llama_cpp(outline: Outline, target: str, directory: str) -> str:
+    if outline.target_gguf:
+        return _llama_server(outline, outline.target_gguf, f"{directory}/{GGUF_FILE}")
+    heads, target = f"{directory}.gguf", shlex.quote(target)
+    outtype = f"--outtype {OUTTYPES[outline.dtype]} --outfile"
+    read_target = f"--target-model-dir {target}"
     return "\n".join(
         [
-            "# vLLM",
-            vllm(outline, target, directory),
-            "# llama.cpp, with the target as a directory for the conversion and as target.gguf for the server",
-            f"{convert} --outtype bf16 --outfile {draft}",
-            f"llama-server -m target.gguf -md {draft} --spec-type draft-eagle3 --spec-draft-n-max {outline.chain}",
+            f"python convert_hf_to_gguf.py {target} {outtype} target.gguf",
+            f"python convert_hf_to_gguf.py {shlex.quote(directory)} {read_target} {outtype} {shlex.quote(heads)}",
+            _llama_server(outline, "target.gguf", heads),
         ]
     )
+
+
+def _llama_server(outline: Outline, target: str, heads: str) -> str:
+    drafting = f"--spec-type draft-eagle3 --spec-draft-n-max {outline.chain}"
+    return f"llama-server -m {shlex.quote(target)} -md {shlex.quote(heads)} {drafting}"
+
+
+def trtllm(outline: Outline, target: str, directory: str) -> str:
+    return f"cd {shlex.quote(directory)} && trtllm-serve {shlex.quote(target)} --backend pytorch --config {SERVER_FILE}"
+
+
+def trtllm_config(outline: Outline) -> dict[str, Any]:
+    """SERVER_FILE. Taps are numbered by the block that they leave, from 0, as ours are."""
+    return {
+        "speculative_config": {
+            "decoding_type": "Eagle3",
+            "max_draft_len": outline.chain,
+            "speculative_model": ".",
+            "eagle3_layers_to_capture": outline.taps,
+        }
+    }
 
 
 def sglang(outline: Outline, target: str, directory: str) -> str:
@@ -48,13 +73,30 @@ def safeailab(outline: Outline, target: str, directory: str) -> str:
 
 
 def vllm_limits(outline: Outline) -> list[str]:
-    limits = ["vLLM drafts the single best chain, no tree: expect a lower tau than that of a draft tree"]
-    if outline.kind == "eagle3" and not _fits_llama_cpp(outline):
-        limits.append(
-            "llama.cpp does not take these heads: it needs exactly 3 taps, no fc_norm, norm_output, qk_norm, "
-            "attention_bias or sliding window"
-        )
-    return limits
+    return [f"vLLM {CHAIN}"]
+
+
+def trtllm_limits(outline: Outline) -> list[str]:
+    taps = (
+        f"its server reads the taps from {SERVER_FILE} only (eagle3_layers_to_capture: the blocks that they leave, "
+        "from 0), and the heads from the directory that it is started in"
+    )
+    return [
+        f"TensorRT-LLM {CHAIN}",
+        f"{taps}: give a target in a directory by its absolute path",
+        "the layout was read from TensorRT-LLM's sources and never run: check the acceptance that it counts",
+        "where --config is not known, the release calls it --extra_llm_api_options",
+    ]
+
+
+def llama_cpp_limits(outline: Outline) -> list[str]:
+    chain = f"llama.cpp {CHAIN}"
+    rounding = "in 16 bits its batched verify can flip near-ties: texts may differ from those of plain decoding"
+    if outline.target_gguf:
+        tokenizer = f"{GGUF_FILE} holds the tokenizer of {outline.target_gguf}: serve it with that target"
+        return [chain, rounding, tokenizer]
+    converter = "convert_hf_to_gguf.py stands in a checkout of llama.cpp, and needs the target as a directory"
+    return [chain, rounding, f"{converter}; with target_gguf=FILE the export holds {GGUF_FILE}, ready to serve"]
 
 
 def speculators_limits(outline: Outline) -> list[str]:
@@ -84,9 +126,3 @@ def safeailab_limits(outline: Outline) -> list[str]:
         f"SafeAILab's decoder takes {SAFEAILAB_TARGETS} targets; --model-type chooses the chat template",
         "SafeAILab's draft trees (EAGLE-2) are not part of the format: tau will differ from the one measured here",
     ]
-
-
-def _fits_llama_cpp(outline: Outline) -> bool:
-    layer = outline.layer
-    odd = layer.qk_norm or layer.attention_bias or layer.sliding_window or outline.flag("fc_norm")
-    return outline.kind == "eagle3" and len(outline.taps) == 3 and not odd and not outline.flag("norm_output")

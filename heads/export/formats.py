@@ -11,6 +11,18 @@ FORMATS: Mapping[tuple[str, str], medusa_formats.MedusaFormat | eagle_formats.Ea
 }
 
 
+# What people ask for and an engine does not do, and what is nearest.
+REFUSED: Mapping[tuple[str, str], str] = {
+    ("medusa", "tensorrt-llm"): (
+        "TensorRT-LLM serves Medusa from a pickle only, in its older engines: export with format=fasterdecoding and "
+        "follow the note that it prints"
+    ),
+    ("eagle", "tensorrt-llm"): "TensorRT-LLM's PyTorch backend drafts with EAGLE-3 only: train heads.kind=eagle3",
+    ("medusa", "llama.cpp"): "llama.cpp has no Medusa: train heads.kind=eagle3",
+    ("eagle", "llama.cpp"): "llama.cpp drafts with EAGLE-3 only: train heads.kind=eagle3",
+}
+
+
 def kinds_of(format_name: str) -> list[str]:
     """The kinds of heads that a format takes. Raises ValueError if no kind has a format of this name."""
     if kinds := [kind for kind, name in FORMATS if name == format_name]:
@@ -26,7 +38,9 @@ def check_kind(kind: str, format_name: str, where: str) -> None:
     if kind in (kinds := kinds_of(format_name)):
         return
     known = [f"format={name}" for other, name in FORMATS if other == kind]
+    nearest = REFUSED.get((kind, format_name))
     raise ValueError(
         f"{where} {kind} heads, format={format_name} takes {', '.join(kinds)} heads; "
         f"{kind} heads go to {', '.join(known) or 'no engine: decode with eval/eval_heads.py'}"
+        f"{f'. {nearest}' if nearest else ''}"
     )

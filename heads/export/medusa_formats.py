@@ -15,6 +15,11 @@ from typing import Any
 
 # Shapes: K heads, L layers, D hidden, V vocabulary
 
+# In the directory of the export.
+TO_PICKLE = (
+    'python -c "import torch; from safetensors.torch import load_file; '
+    "torch.save(load_file('medusa_lm_head.safetensors'), 'medusa_lm_head.pt')\""
+)
 TARGET_LM_HEAD = "target_lm_head"  # stands beside the names of MedusaHeads.state_dict()
 
 
@@ -106,7 +111,7 @@ def _vllm_limits(outline: Outline) -> list[str]:
 def _fasterdecoding_limits(outline: Outline) -> list[str]:
     limits = [
         f"TGI finds the target by base_model_name_or_path={outline.target}: a hub id or a path there",
-        "FasterDecoding's own decoder reads a pickle, medusa_lm_head.pt: torch.save what load_file returns",
+        f"FasterDecoding's own decoder and TensorRT-LLM's older engines read a pickle, so there: {TO_PICKLE}",
         "the draft tree is not part of the format: TGI drafts a chain, FasterDecoding uses trees of its own",
     ]
     if outline.num_layers > 1:

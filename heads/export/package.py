@@ -33,7 +33,7 @@ class Content:
     """An export without its card.
 
     serve: the command (several lines where several engines read the files), given the target's name and the directory.
-    facts: rows of the model card that only this family has.
+    facts: rows of the model card that only this family has. beside: files that the format has besides.
     """
 
     weights_file: str
@@ -44,6 +44,7 @@ class Content:
     facts: Mapping[str, Any]
     serve: Callable[[str, str], str]
     limits: list[str]
+    beside: tuple["Companion", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,17 @@ def write_export(
         content.serve(present.name, directory.resolve().name),
         limits,
     )
-    beside = companion.names if companion else ()
+    companions = [*content.beside, *([companion] if companion else [])]
+    beside = [name for each in companions for name in each.names]
     names = [content.weights_file, CONFIG_FILE, CARD_FILE, *beside, CHECKSUM_FILE]
     with replacing(directory, names) as fresh:
         write_tensors(fresh / content.weights_file, content.tensors)
         write_json(fresh / CONFIG_FILE, content.config)
         (fresh / CARD_FILE).write_text(card)
-        if companion:
-            companion.write(fresh)
+        for each in companions:
+            each.write(fresh)
         write_checksums(fresh)
     local = target.model.config.name_or_path or present.name
+    if Path(local).is_dir():
+        local = str(Path(local).resolve())  # a command may change the directory
     return Export([directory / name for name in names], content.serve(local, str(directory)), limits)

@@ -1,4 +1,4 @@
-"""Exported EAGLE heads mean in an engine what they mean here; what a format cannot express is refused by name."""
+"""Exported EAGLE heads mean in an engine what they mean here, and their cards say how they are served."""
 
 import json
 import subprocess
@@ -18,10 +18,12 @@ from heads.layout import save_heads
 from heads.medusa import MedusaConfig, MedusaHeads
 from heads.target import Target, TargetConfig
 from heads.tiny import tiny_tokenizer
-from tests.heads.test_eagle import LLAMA3, make
+from tests.heads.test_eagle import make
 from tests.heads.test_eagle_import import DRAFT_IDS, DRAFTED, EVERY_ID, TAPS, TOKENS, deep_target, rollout
 
-EAGLE3_FORMATS = ("safeailab", "specforge", "sglang", "vllm", "speculators", "modelopt")
+EAGLE3_FORMATS = (
+    "safeailab", "specforge", "sglang", "vllm", "speculators", "modelopt", "tensorrt-llm", "llama.cpp",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,11 @@ class Engine:
         self.config = {**config, **config.get("transformer_layer_config", {})}
         self.weights = load_file(directory / "model.safetensors")
         self.target, self.name = target, name
+        if name == "tensorrt-llm":
+            self.server = json.loads((directory / "trtllm-serve.yaml").read_text())
+            nested = config["eagle_config"]
+            self.config["norm_before_fc"] = nested["norm_before_fc"]
+            self.config["norm_output"] = nested["return_hidden_post_norm"]
         self.block = "midlayer" if "midlayer.mlp.up_proj.weight" in self.weights else "layers.0"
         self.keys, self.values = [], []
 
@@ -63,6 +70,8 @@ class Engine:
         nested = self.top.get("eagle_config", {}).get(TAPS)
         if self.name == "sglang":
             return [2, n // 2, n - 3] if nested is None else [i + 1 for i in nested]
+        if self.name == "tensorrt-llm":
+            return [i + 1 for i in self.server["speculative_config"]["eagle3_layers_to_capture"]]
         return self.top.get(TAPS) or nested or [2, n // 2, n - 3]
 
     def features(self, tokens_T):
@@ -75,7 +84,7 @@ class Engine:
             hook.remove()
         if "norm.weight" not in self.weights:
             return normed_TD
-        assert self.name == "vllm" or max(self.taps()) < len(layers)
+        assert self.name in ("vllm", "tensorrt-llm") or max(self.taps()) < len(layers)
         parts = [entered[i] for i in self.taps()]
         eps = self.config["rms_norm_eps"]
         if self.config.get("fc_norm"):
@@ -171,6 +180,11 @@ SERVED = {
     "speculators": ("speculators", "vllm", Eagle3Config(norm_before_fc=True, norm_before_residual=True, taps=[2, 7],
                                                         norm_output=True, layer=LayerShape(sliding_window=4))),
     "modelopt": ("modelopt", "sglang", replace(PLAIN, taps=[0, 3])),
+    "tensorrt-llm": ("tensorrt-llm", "tensorrt-llm", replace(EAGLE31, taps=[2, 7],
+                                                              layer=LayerShape(attention_bias=True))),
+    "tensorrt-llm, joint norm": ("tensorrt-llm", "tensorrt-llm", Eagle3Config(norm_before_fc=True)),
+    # The directory that llama.cpp converts is vLLM's, of heads that both can serve.
+    "llama.cpp": ("llama.cpp", "vllm", Eagle3Config(norm_before_residual=True, norm_before_fc=True, taps=[0, 2, 7])),
     "eagle safeailab": ("safeailab", "safeailab", EagleConfig(bias=True, layer=LayerShape(attention_bias=True))),
     "eagle vllm": ("vllm", "vllm", EagleConfig(layer=LayerShape(attention_bias=True, num_key_value_heads=1))),
 }  # fmt: skip
@@ -223,46 +237,6 @@ def test_names_shapes_and_dtypes_are_those_of_the_engines(saved, target, tmp_pat
     assert weights["t2d"].nonzero().flatten().tolist() == DRAFT_IDS.tolist()
     assert {tensor.dtype for name, tensor in weights.items() if name not in ("d2t", "t2d")} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-WINDOW, NORMED_RESIDUAL = LayerShape(sliding_window=8), Eagle3Config(norm_before_residual=True)
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
-        "original_max_position_embeddings": 64}  # fmt: skip
-LINEAR = {"rope_type": "linear", "rope_theta": 5e3, "factor": 2.0}
-REFUSED = [
-    ("sglang", NORMED_RESIDUAL, "norm_before_residual=True: its residual stream .* Use format=vllm or format=specul"),
-    ("specforge", NORMED_RESIDUAL, "norm_before_residual=True"),
-    ("specforge", Eagle3Config(norm_before_fc=True), "norm_before_fc=True: .*Use format=sglang or format=vllm"),
-    ("specforge", Eagle3Config(taps=[1, 2]), r"taps=\[1, 2\]: it joins exactly 3"),
-    ("specforge", Eagle3Config(layer=LayerShape(rope_parameters=LONG)), "rope_type=longrope with .*: it computes"),
-    ("safeailab", Eagle3Config(fc_norm=True), "fc_norm=True: it has no norms of single taps"),
-    ("safeailab", Eagle3Config(norm_output=True), "norm_output=True: it feeds back the state before the norm"),
-    ("safeailab", Eagle3Config(taps=[1, 2, 3]), r"always takes \[1, 3, 4\].* or train with heads.taps=\[1, 3, 4\]"),
-    ("safeailab", Eagle3Config(layer=LayerShape(rope_parameters=LLAMA3)), "rope_type=llama3 with .* it computes def"),
-    ("safeailab", Eagle3Config(layer=LayerShape(rope_parameters=LINEAR)), "linear with .*=5000: .*=10000 whatever"),
-    ("safeailab", Eagle3Config(layer=LayerShape(head_dim=4)), r"head_dim=4: it derives .* 32 / 4"),
-    ("safeailab", Eagle3Config(layer=WINDOW), "sliding_window=8: .*Use format=vllm or format=speculators or train"),
-    ("sglang", Eagle3Config(layer=WINDOW), "heads.layer.sliding_window=null"),
-    ("sglang", Eagle3Config(layer=LayerShape(qk_norm=True)), "qk_norm=True: its layer has no norms of queries"),
-    ("sglang", Eagle3Config(taps=[3]), "SGLang leaves out fc for a single tap"),
-    ("modelopt", Eagle3Config(taps=[1, 3, 7]), "SGLang does not collect the output of the last block, 7.*format=vllm"),
-    ("modelopt", Eagle3Config(layer=LayerShape(attention_bias=True)), "attention_bias=True: its attention has no"),
-    ("modelopt", Eagle3Config(fc_norm=True, norm_output=True), "fc_norm=True: .*; heads.norm_output=True: "),
-    ("vllm", EagleConfig(bias=True), "bias=True: it drops fc.bias .*Use format=safeailab or train with heads.bias="),
-    ("vllm", EagleConfig(layer=WINDOW), "sliding_window=8.*Use train with heads.layer.sliding_window=null"),
-    ("safeailab", EagleConfig(layer=LayerShape(qk_norm=True)), "qk_norm=True"),
-    ("sglang", EagleConfig(), "holds eagle heads, format=sglang takes eagle3 heads; .* format=safeailab, format=vllm"),
-    ("fasterdecoding", Eagle3Config(), "format=fasterdecoding takes medusa heads; eagle3 heads go to format=safeailab"),
-    ("onnx", Eagle3Config(), "format=onnx is unknown; known are fasterdecoding, modelopt, safeailab"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "config", "message"), REFUSED)
-def test_what_a_format_cannot_express_is_refused(saved, target, tmp_path, name, config, message):
-    saved(config)
-    with pytest.raises(ValueError, match=message):
-        export_heads(tmp_path / "heads", tmp_path / "out", target, name)
-    assert [path.name for path in tmp_path.iterdir()] == ["heads"]
 
 
 def test_shallow_targets_have_no_usual_taps(tmp_path, tiny_target):
@@ -319,14 +293,20 @@ SGLANG = (
     "--speculative-draft-model-path out --speculative-num-steps 3 --speculative-eagle-topk 1 "
     "--speculative-num-draft-tokens 4"
 )
-LLAMA_CPP = "python convert_hf_to_gguf.py out --target-model-dir tiny-8 --outtype bf16 --outfile out.gguf"
+LLAMA_CPP = [
+    "python convert_hf_to_gguf.py tiny-8 --outtype f32 --outfile target.gguf",
+    "python convert_hf_to_gguf.py out --target-model-dir tiny-8 --outtype f32 --outfile out.gguf",
+    "llama-server -m target.gguf -md out.gguf --spec-type draft-eagle3 --spec-draft-n-max 3",
+]
 COMMANDS = {
     "safeailab": ["python -m eagle.application.webui --base-model-path tiny-8 --ea-model-path out --model-type"],
     "specforge": [SGLANG],
     "sglang": [SGLANG],
-    "vllm": [VLLM, LLAMA_CPP, "llama-server -m target.gguf -md out.gguf --spec-type draft-eagle3"],
+    "vllm": [VLLM],
     "speculators": [VLLM],
     "modelopt": [SGLANG],
+    "tensorrt-llm": ["cd out && trtllm-serve tiny-8 --backend pytorch --config trtllm-serve.yaml"],
+    "llama.cpp": LLAMA_CPP,
 }
 
 
@@ -344,15 +324,25 @@ def test_card_checksums_and_command(saved, target, tmp_path, name):
     ):
         assert text in card
     assert str(tmp_path / "out") in done.command
-    assert [path.name for path in done.files] == ["model.safetensors", "config.json", "README.md", "SHA256SUMS"]
+    beside = ["trtllm-serve.yaml"] if name == "tensorrt-llm" else []
+    written = ["model.safetensors", "config.json", "README.md", *beside, "SHA256SUMS"]
+    assert [path.name for path in done.files] == written
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
 
 
-def test_what_llama_cpp_cannot_convert_is_said(saved, target, tmp_path):
-    saved(EAGLE31)
-    done = export_heads(tmp_path / "heads", tmp_path / "out", target, "vllm")
-    assert any("llama.cpp does not take these heads" in limit for limit in done.limits)
-    assert "gguf" not in done.command
+def test_the_server_of_tensorrt_llm_is_told_the_taps_by_the_blocks_that_they_leave(saved, target, tmp_path):
+    saved(replace(PLAIN, taps=[0, 3, 7]), DRAFT_IDS)
+    done = export_heads(tmp_path / "heads", tmp_path / "out", target, "tensorrt-llm")
+    assert json.loads((tmp_path / "out" / "trtllm-serve.yaml").read_text()) == {
+        "speculative_config": {
+            "decoding_type": "Eagle3",
+            "max_draft_len": 3,
+            "speculative_model": ".",
+            "eagle3_layers_to_capture": [0, 3, 7],
+        }
+    }
+    assert load_file(tmp_path / "out" / "model.safetensors")["d2t"].dtype == torch.int32
+    assert any("eagle3_layers_to_capture: the blocks that they leave" in limit for limit in done.limits)
 
 
 def test_eagle1_card(saved, target, tmp_path):

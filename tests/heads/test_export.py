@@ -1,7 +1,9 @@
 """Exports mean in an engine what the heads mean here, come back bit for bit, and damage is named."""
 
 import json
+import shlex
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -230,6 +232,19 @@ def test_card_of_an_export_for_a_fine_tune_names_what_the_heads_were_trained_on(
     card = (tmp_path / "out" / "README.md").read_text()
     assert identify(target).weights_sha256 in card
     assert "vllm serve tuned" in card
+
+
+def test_the_pickle_that_older_decoders_read_is_made_by_the_command_in_the_note(target, make, tmp_path):
+    make(num_heads=1)
+    done = export_heads(tmp_path / "heads", tmp_path / "out", target, "fasterdecoding")
+    (note,) = (limit for limit in done.limits if "read a pickle" in limit)
+    program, flag, code = shlex.split(note.partition("so there: ")[2])
+    assert (program, flag) == ("python", "-c")
+    subprocess.run([sys.executable, flag, code], cwd=tmp_path / "out", check=True)
+    pickled = torch.load(tmp_path / "out" / "medusa_lm_head.pt", weights_only=True)
+    written = load_file(tmp_path / "out" / "medusa_lm_head.safetensors")
+    assert pickled.keys() == written.keys()
+    assert all(torch.equal(pickled[name], tensor) for name, tensor in written.items())
 
 
 def test_limits_of_several_layers_in_fasterdecoding(target, make, tmp_path):

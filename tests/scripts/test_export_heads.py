@@ -15,6 +15,7 @@ from heads.medusa import MedusaConfig, MedusaHeads
 from heads.target import TargetConfig, load_target
 from tests.heads.test_eagle import make
 
+BOTH = [("eagle3", "vllm"), ("eagle", "vllm")]
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
@@ -49,16 +50,19 @@ def test_exports_beside_the_heads_and_imports_again(run, tmp_path, given):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "run"]
 
 
-@pytest.mark.parametrize(("kind", "format_name"), [("eagle3", "vllm"), ("eagle3", "modelopt"), ("eagle", "vllm")])
+SERVED = {"modelopt": "python -m sglang", "tensorrt-llm": "trtllm-serve tiny --backend", "llama.cpp": "llama-server -m"}
+
+
+@pytest.mark.parametrize(("kind", "format_name"), [*(("eagle3", name) for name in SERVED), *BOTH])
 def test_the_kind_of_the_heads_decides_what_a_format_means(run, tmp_path, kind, format_name):
     run_, target, _ = run
     heads = make(target, Eagle3Config(taps=[0, 1, 2]) if kind == "eagle3" else EagleConfig())
     save_heads(heads, tmp_path / "run" / "heads", identify(target))
     printed = run_("export_heads", "heads=run", f"format={format_name}")
     assert f"run/export-{format_name}/config.json" in printed
-    served = {"vllm": f'vllm serve tiny --speculative-config \'{{"method":"{kind}"', "modelopt": "python -m sglang"}
+    served = {**SERVED, "vllm": f'vllm serve tiny --speculative-config \'{{"method":"{kind}"'}
     assert served[format_name] in printed.partition("serve with:")[2]
-    named = [] if format_name == "modelopt" else [f"kind={kind}"]
+    named = [] if format_name in SERVED else [f"kind={kind}"]
     printed = run_("import_heads", f"source=run/export-{format_name}", *named, f"format={format_name}", "output=back")
     taps = "post_block[0], post_block[1], post_block[2]" if kind == "eagle3" else "final_norm"
     assert f"wrote back: {kind} heads over {taps}, 320 of 320 token ids can be drafted" in printed
@@ -86,6 +90,16 @@ def test_the_kind_of_the_heads_decides_what_a_format_means(run, tmp_path, kind, 
             "export_heads",
             ["heads=run", "format=sglang"],
             "error: run/heads holds medusa heads, format=sglang takes eagle3 heads; medusa heads go to format=faster",
+        ),
+        (
+            "export_heads",
+            ["heads=run", "format=tensorrt-llm"],
+            "error: .*TensorRT-LLM serves Medusa from a pickle only, .*export with format=fasterdecoding and follow",
+        ),
+        (
+            "export_heads",
+            ["heads=run", "format=vllm", "target_gguf=target.gguf"],
+            r"error: target_gguf=target\.gguf is for format=llama\.cpp, not for format=vllm",
         ),
         (
             "import_heads",

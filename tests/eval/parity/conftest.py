@@ -17,6 +17,7 @@ from eval.parity.verify import verify
 from heads.eagle import EagleConfig
 from heads.eagle3 import Eagle3Config
 from heads.eagle_layer import LayerShape
+from heads.export.engines import SERVER_FILE
 from heads.export.files import write_checksums
 from heads.export.kinds import WRITERS
 from heads.export.package import Companion
@@ -24,6 +25,7 @@ from heads.identity import identify
 from heads.layout import save_heads
 from heads.medusa import MedusaConfig
 from heads.target import Target
+from tests.heads.gguf_target import write_target_gguf
 from tests.heads.test_eagle import LLAMA3, make
 from tests.heads.test_eagle_import import deep_target
 
@@ -31,6 +33,8 @@ EVERY_ID = torch.arange(320)
 SOME_IDS = EVERY_ID[EVERY_ID % 3 > 0]
 PLAIN = Eagle3Config(num_steps=3)
 EAGLE31 = replace(PLAIN, fc_norm=True, norm_output=True)
+JOINT = replace(PLAIN, norm_before_fc=True)
+BIASES, SCALED = LayerShape(attention_bias=True), LayerShape(rope_parameters=LLAMA3)
 BIASED = LayerShape(qk_norm=True, attention_bias=True)
 WINDOWED = LayerShape(sliding_window=4, rope_parameters=LLAMA3)
 CASES = {  # name: format, heads, draft vocabulary, options of the export
@@ -44,6 +48,8 @@ CASES = {  # name: format, heads, draft vocabulary, options of the export
     ),
     "modelopt": ("modelopt", PLAIN, SOME_IDS, {}),
     "safeailab": ("safeailab", PLAIN, SOME_IDS, {}),
+    "tensorrt-llm": ("tensorrt-llm", replace(JOINT, norm_output=True, taps=[0, 2, 7], layer=BIASES), SOME_IDS, {}),
+    "llama.cpp": ("llama.cpp", replace(JOINT, norm_before_residual=True, layer=SCALED), SOME_IDS, {}),  # with GGUF
     "eagle vllm": ("vllm", EagleConfig(), EVERY_ID, {}),
     "eagle vllm, some ids": ("vllm", EagleConfig(), SOME_IDS, {"expand_vocabulary": True}),
     "eagle safeailab": ("safeailab", EagleConfig(bias=True, layer=LayerShape(attention_bias=True)), EVERY_ID, {}),
@@ -104,6 +110,8 @@ def pristine(target, make_heads, tmp_path_factory):
             format_name, config, ids, options = CASES[case]
             folder = tmp_path_factory.mktemp("export")
             heads = make_heads(config, ids)
+            if format_name == "llama.cpp":
+                options = {**options, "target_gguf": write_target_gguf(folder / "target.gguf", target)}
             made[case, dtype] = write_certified(folder, heads, target, format_name, dtype=dtype, **options)
         return made[case, dtype]
 
@@ -126,14 +134,22 @@ def refresh(directory: Path) -> None:
 
 @pytest.fixture
 def damaged(pristine, tmp_path):
-    """damaged(case, change, dtype=None): a copy after `change(config, tensors)`, with all checksums right."""
+    """damaged(case, change, dtype=None): a copy after `change(config, tensors)`, with all checksums right.
+
+    config holds what a server is started with, too.
+    """
 
     def damaged_(case: str, change: Callable[[dict, dict], object], dtype: str | None = None) -> Path:
         directory = tmp_path / "out"
         shutil.copytree(pristine(case, dtype), directory)
         config = json.loads((directory / "config.json").read_text())
+        server = directory / SERVER_FILE
+        told = json.loads(server.read_text()) if server.exists() else {}
+        config |= told
         tensors = load_file(weights_of(directory))
         change(config, tensors)
+        if told:
+            server.write_text(json.dumps({key: config.pop(key) for key in told}))
         (directory / "config.json").write_text(json.dumps(config))
         save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, weights_of(directory))
         refresh(directory)

@@ -91,6 +91,32 @@ FAULTS = {
         "modelopt", inside("eagle_config", TAPS, shifted(1)), "SGLang would read post_block.2., .*off by one",
     ),
     "taps one too high": ("speculators", at_top(TAPS, shifted(1)), "vLLM would read post_block.2., .*off by one"),
+    "vLLM's numbers for the server of TensorRT-LLM": (
+        "tensorrt-llm", inside("speculative_config", "eagle3_layers_to_capture", [1, 3, 8]),
+        "TensorRT-LLM would read post_block.1., .*off by one",
+    ),
+    "TensorRT-LLM's numbers for llama.cpp": (
+        "llama.cpp", at_top(TAPS, shifted(-1)), "llama.cpp would read post_block.0., .*off by one",
+    ),
+    "two taps for llama.cpp": ("llama.cpp", at_top(TAPS, [2, 4]), "names 2 taps, llama.cpp takes exactly 3"),
+    "a norm where TensorRT-LLM does not look": (
+        "tensorrt-llm",
+        each(inside("eagle_config", "norm_before_fc", False), at_top("norm_before_fc", True)),
+        "tensors: input_norm.weight is unexpected",
+    ),
+    "norm of the fed state lost for TensorRT-LLM": (
+        "tensorrt-llm", inside("eagle_config", "return_hidden_post_norm", False), "norm_output was True in training",
+    ),
+    "RoPE scaling lost for llama.cpp": (
+        "llama.cpp", each(base(1e4), at_top("rope_scaling", None)), "rope_freqs.weight is not the scaling of config.j",
+    ),
+    "absolute d2t for TensorRT-LLM": (
+        "tensorrt-llm", tensor("d2t", lambda d2t: d2t + torch.arange(len(d2t), dtype=torch.int32)),
+        "d2t holds token ids; it must hold offsets",
+    ),
+    "biases unknown to TensorRT-LLM": (
+        "tensorrt-llm", lambda config, tensors: config.pop("attention_bias"), "config.json lacks attention_bias",
+    ),
     "other taps": ("vllm", at_top(TAPS, [2, 4, 8]), "the heads were trained on post_block.1., post_block.3., post_bl"),
     "two taps untold": (
         "vllm, qwen3",

@@ -8,10 +8,12 @@ from eval.serving.engine_check import check_engine
 from eval.serving.engine_process import EngineFailed
 from eval.serving.environment import EngineUnavailable
 from eval.serving.llamacpp_engine import find_tools
+from heads.export.eagle_writer import export_heads
 from heads.identity import identify
 from heads.layout import save_heads
 from tests.eval.serving.engine_plan import EnginePlan
 from tests.eval.serving.test_engine_process import gone, started_pids
+from tests.heads.gguf_target import write_target_gguf
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,17 @@ def test_llama_cpp_converts_both_and_may_differ_a_little(plan, tmp_path):
     asked = (tmp_path / "llamacpp-with-heads.log").read_text()
     assert f"--spec-type draft-eagle3 --spec-draft-model {tmp_path / 'gguf' / 'heads.gguf'}" in asked
     assert "--spec-draft-n-max 3" in asked
+
+
+def test_llama_cpp_takes_the_gguf_file_of_an_export(plan, tmp_path):
+    plan.set(plan.answers[False])
+    target_gguf = write_target_gguf(tmp_path / "target.gguf", plan.target)
+    export_heads(plan.folder / "run" / "heads", tmp_path / "out", plan.target, "llama.cpp", target_gguf=target_gguf)
+    summary = check_engine(plan.config(tmp_path / "check", engine="llamacpp", source=str(tmp_path / "out")))
+    assert summary["passed"], summary["failures"]
+    asked = (tmp_path / "check" / "llamacpp-with-heads.log").read_text()
+    assert f"--spec-draft-model {tmp_path / 'out' / 'heads.gguf'}" in asked
+    assert not (tmp_path / "check" / "gguf" / "heads.gguf").exists()
 
 
 def test_what_llama_cpp_cannot_do_is_said(plan, tmp_path, random_heads):
