@@ -16,6 +16,7 @@ from rich.progress import track
 from eval.benchmark import ENGINE, GENERATE, BenchmarkConfig, drafter_for, probe_plain, run_benchmark
 from eval.drafting import for_serving
 from eval.level_drafter import DynamicTree
+from eval.lineage import check_tracker
 from eval.plots import summary_figure
 from eval.prompts import EvalPrompt, load_prompts
 from eval.records import Evaluation
@@ -43,8 +44,10 @@ class EvalConfig:
     other_dtypes: list[str] = field(default_factory=list)  # plain decoding in these dtypes is timed for comparison
     threads: int | None = None
     allow_other_weights: bool = False
+    tracker: str = "auto"  # how eval_heads.py logs the report, see `eval.lineage`
 
     def __post_init__(self):
+        check_tracker(self.tracker)
         if self.tree.source == AUTO and not self.tree.calibration:
             raise ValueError("tree.source=auto needs tree.calibration, prompts to measure the heads on")
 

@@ -21,8 +21,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from eval.config import from_hydra
+from eval.lineage import Item, check_tracker, log_job
+from eval.parity.certificate import PARITY_FILE
 from eval.parity.exported import Finding
 from eval.parity.verify import verify
+from heads.export.files import read_json
 from heads.target import TargetConfig, load_target
 
 
@@ -32,6 +35,10 @@ class VerifyConfig:
 
     model: TargetConfig
     export: list[str]
+    tracker: str = "auto"
+
+    def __post_init__(self):
+        check_tracker(self.tracker)
 
 
 def run_verify(config: VerifyConfig, console: Console) -> bool:
@@ -42,7 +49,17 @@ def run_verify(config: VerifyConfig, console: Console) -> bool:
         findings = verify(Path(directory), target)
         report(console, directory, findings)
         right &= not any(finding.cause for finding in findings)
+        log_verdict(config, Path(directory), findings)
     return right
+
+
+def log_verdict(config: VerifyConfig, directory: Path, findings: Sequence[Finding]) -> None:
+    """Log the certificate and what became of it to the tracker that `config` names."""
+    faults = [finding.check for finding in findings if finding.cause]
+    form = read_json(directory / PARITY_FILE)["format"]
+    results = {"verdict": "differs" if faults else "equal", "faults": len(faults), "first_fault": (faults or [""])[0]}
+    parity = Item("parity", f"parity-{form}", directory, (PARITY_FILE,))
+    log_job("parity", config.tracker, Item("export", f"export-{form}", directory), parity, results)
 
 
 def report(console: Console, directory: str, findings: Sequence[Finding]) -> None:

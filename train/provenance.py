@@ -17,10 +17,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from omegaconf import OmegaConf
 
+from eval.lineage import CONFIG_FILE, RUN_FILE
 from train.config import TrainConfig
 
 PACKAGES = ("accelerate", "safetensors", "tokenizers", "torch", "transformers")
-CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
 
 
 def open_directory(config: TrainConfig, accelerator: Accelerator) -> Path:

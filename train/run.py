@@ -143,6 +143,7 @@ class Run:
         # DDP goes before the process group: a reducer that frees a gloo group holds the GIL that gloo's threads need.
         self.model = self.heads
         self.accelerator.free_memory()
+        self.tracking.log_heads(handed_out)
         self.tracking.close()
         return handed_out
 

@@ -2,17 +2,15 @@
 
 import importlib.util
 import json
-import netrc
 import os
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 from accelerate import Accelerator
 
+from eval.lineage import PROJECT, heads_item, offline_mode
 from train.config import TrainConfig
 
-PROJECT = "headstart"
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -25,9 +23,9 @@ class Tracking:
         Raises:
             ValueError: if the tracker is not installed.
         """
-        self.accelerator = accelerator
+        self.accelerator, self.directory, self.run_id = accelerator, directory, run_id
         self.path = directory / METRICS_FILE
-        tracker = config.trainer.tracker
+        self.tracker = tracker = config.trainer.tracker
         if tracker != "none":
             check_tracker(tracker)
             options = {"wandb": wandb_options(directory, run_id)} if tracker == "wandb" else {}
@@ -41,6 +39,12 @@ class Tracking:
         if self.accelerator.is_main_process:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def log_heads(self, heads: Path) -> None:
+        """Log the directory of trained heads as an artifact of the run; only W&B has them."""
+        if self.tracker == "wandb" and self.accelerator.is_main_process:
+            run: Any = self.accelerator.get_tracker("wandb", unwrap=True)
+            run.log_artifact(heads_item(heads).artifact(self.directory.name, heads_run=self.run_id))
 
     def close(self) -> None:
         """Finish the trackers."""
@@ -57,23 +61,10 @@ def check_tracker(tracker: str) -> None:
 
 
 def wandb_options(directory: Path, run_id: str) -> dict[str, Any]:
-    """Options of `wandb.init`: offline unless the user is logged in or says otherwise by WANDB_MODE."""
-    options: dict[str, Any] = {"name": directory.name, "dir": str(directory), "id": run_id, "resume": "allow"}
-    if "WANDB_MODE" not in os.environ and not wandb_logged_in():
-        options["mode"] = "offline"
-    return options
-
-
-def wandb_logged_in() -> bool:
-    """Whether a key for Weights & Biases lies where its client looks for one."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    try:
-        return host is not None and netrc.netrc(path).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    """Options of `wandb.init`. What is made of the heads later joins the group, see `eval.lineage`."""
+    name = directory.name
+    options = {"name": name, "group": name, "job_type": "training", "dir": str(directory), "id": run_id}
+    return {**options, "resume": "allow", **offline_mode()}
 
 
 def cut_rows(path: Path, step: int) -> None:

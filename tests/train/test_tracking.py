@@ -5,9 +5,10 @@ import os
 
 import pytest
 
+from eval.lineage import wandb_logged_in
 from train import tracking
 from train.loop import train
-from train.tracking import check_tracker, flat, wandb_logged_in, wandb_options
+from train.tracking import check_tracker, flat, wandb_options
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,8 @@ def test_wandb_is_offline_unless_logged_in(monkeypatch, tmp_path):
     assert not wandb_logged_in()
     assert wandb_options(tmp_path, "abc") == {
         "name": tmp_path.name,
+        "group": tmp_path.name,
+        "job_type": "training",
         "dir": str(tmp_path),
         "id": "abc",
         "resume": "allow",
