@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, make_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -10,6 +10,8 @@ from data.shards import DataConfig
 from eval.config import from_hydra as convert
 from heads import HEADS
 from heads.target import TargetConfig
+
+Config = TypeVar("Config")
 
 PRECISIONS = ("auto", "float32", "bfloat16")
 TRACKERS = ("wandb", "tensorboard", "none")
@@ -33,6 +35,8 @@ class TrainerConfig:
     init_tokens: supervised tokens that heads.init=regression is fitted on, at most one epoch.
     keep_features: keep the target's features in memory, so that the warm start and each row's first epoch are all
         that the target costs.
+    features: a directory that scripts/extract_features.py wrote for this target, these heads and this data; the
+        target's decoder is then not run in training.
     precision: what heads compute in; their masters and the optimiser are float32 always. "auto" is the dtype of
         the target, in which they will be served.
     eval_every, save_every: in steps; 0 is only at the end. A measured step is saved too.
@@ -58,6 +62,7 @@ class TrainerConfig:
     save_every: int = 500
     init_tokens: int = 65536
     keep_features: bool = False
+    features: str | None = None
     keep_last: int = 2
     eval_prompts: int = 16
     eval_tokens: int = 128
@@ -69,6 +74,11 @@ class TrainerConfig:
                 value = getattr(self, name)
                 if value is not None and not fits(value):
                     raise ValueError(f"trainer.{name}={value} must be {rule}")
+        if self.keep_features and self.features is not None:
+            raise ValueError(
+                f"trainer.keep_features=true keeps what the target says, trainer.features={self.features} replaces the "
+                "target; set trainer.keep_features=false"
+            )
         for name, choices in (("precision", PRECISIONS), ("tracker", TRACKERS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"trainer.{name}={getattr(self, name)} must be one of {', '.join(choices)}")
@@ -113,6 +123,11 @@ def from_hydra(composed: DictConfig | dict[str, Any]) -> TrainConfig:
     Raises:
         ValueError: naming an unknown kind or key, a missing value, a wrong type or a value out of range.
     """
+    return with_heads(TrainConfig, composed)
+
+
+def with_heads(base: type[Config], composed: DictConfig | dict[str, Any]) -> Config:
+    """`from_hydra` for any dataclass whose field `heads` is the config of one family."""
     values = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
     assert isinstance(values, dict)
     heads = values.get("heads")
@@ -122,5 +137,5 @@ def from_hydra(composed: DictConfig | dict[str, Any]) -> TrainConfig:
         raise ValueError(f"heads.kind={heads.get('kind')} must be one of {', '.join(HEADS)}; choose with heads=<name>")
     family = HEADS[heads.pop("kind")].config_class
     # The family decides the type of `heads`, so that its keys are checked like all others and named in full.
-    schema = make_dataclass("TrainConfig", [("heads", family)], bases=(TrainConfig,), frozen=True)
+    schema = make_dataclass(base.__name__, [("heads", family)], bases=(base,), frozen=True)
     return convert(schema, OmegaConf.create(values))

@@ -24,7 +24,7 @@ def train(config: TrainConfig) -> Path:
     run, trainer = start_run(config), config.trainer
     with run.display:
         run.warm_start()
-        for step in run.loader.steps(run.done):
+        for step in run.source.ahead(run.loader.steps(run.done)):
             fraction = run.fraction(step.number)
             if fraction >= 1:
                 break

@@ -34,6 +34,7 @@ from train.optimizer import (
     trainable_parameters,
 )
 from train.provenance import open_directory, record
+from train.stored_features import open_source
 from train.tracking import Tracking
 
 # Shapes: S statistics (heads.objectives.Statistics), K heads
@@ -194,11 +195,13 @@ def start_run(config: TrainConfig) -> Run:
         loader=loader,
         heads=heads,
         model=accelerator.prepare(heads),
-        source=FeatureSource(
+        source=open_source(
             target,
-            heads.training_taps,
+            heads,
+            prepared,
             start.compute_dtype(config.trainer.precision, target),
             config.trainer.keep_features,
+            config.trainer.features,
         ),
         trainable=trainable,
         optimizer=optimizer,
