@@ -3,8 +3,6 @@
 import time
 from pathlib import Path
 
-import torch
-
 from train.config import TrainConfig
 from train.optimizer import set_learning_rate
 from train.run import start_run
@@ -23,20 +21,17 @@ def train(config: TrainConfig) -> Path:
     """
     run, trainer = start_run(config), config.trainer
     with run.display:
-        run.warm_start()
         for step in run.source.ahead(run.loader.steps(run.done)):
             fraction = run.fraction(step.number)
             if fraction >= 1:
                 break
             began = time.monotonic()
             seed_step(config.seed, step.number, run.accelerator.process_index)
-            loss, statistics_SK = accumulate_gradients(step, run.source, run.heads, run.model, run.accelerator)
-            norm = torch.nn.utils.clip_grad_norm_(run.trainable.values(), trainer.clip_norm)
+            loss, statistics_SK = accumulate_gradients(step, run.source, run.parallel)
+            rate = set_learning_rate(run.parallel.optimizer, fraction, trainer)
+            norm = run.parallel.update()
             check_finite(loss, norm.item(), step, run.loader.step_rows(step.number), run.saved)
             check_synchronised(norm, run.accelerator)
-            rate = set_learning_rate(run.optimizer, fraction, trainer)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
             seconds = time.monotonic() - began
             run.count(loss, norm.item(), statistics_SK, step.whole.num_supervised, seconds)
             run.display.advance(run.done, fraction)

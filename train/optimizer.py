@@ -53,12 +53,18 @@ def restore_optimizer(
 ) -> None:
     """Fill the state from `optimizer_tensors` by name; parameters without one start afresh, with a warning."""
     for name, parameter in trainable.items():
-        state = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
-        if not state:
-            logger.warning("%s has no optimiser state in the checkpoint: its moments start afresh", name)
-            continue
-        assert state["exp_avg"].shape == parameter.shape, f"{name}: the stored moments have another shape"
-        optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+        if state := stored_state(name, parameter.shape, tensors):
+            optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+
+
+def stored_state(name: str, shape: torch.Size, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state {moment: tensor} of one parameter among `optimizer_tensors`; empty, with a warning, without one."""
+    state = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
+    if not state:
+        logger.warning("%s has no optimiser state in the checkpoint: its moments start afresh", name)
+        return {}
+    assert state["exp_avg"].shape == shape, f"{name}: the stored moments have another shape"
+    return state
 
 
 def learning_rate(fraction: float, config: TrainerConfig) -> float:

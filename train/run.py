@@ -1,41 +1,33 @@
 """Everything that one training run holds, and what it does beside learning: log, measure, save."""
 
-import itertools
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.batches import BatchLoader
 from eval.benchmark import measure_tau
 from eval.prompts import EvalPrompt
-from heads.family import DraftHeads
 from heads.identity import TargetIdentity, identify
 from heads.layout import load_heads
-from heads.target import FINAL_NORM, Target
-from heads.warm_start import LinearForecast
+from heads.target import Target
 from train import checkpoint, start
 from train.checkpoint import RunState
 from train.config import TrainConfig, TrainerConfig
 from train.display import Display
 from train.features import FeatureSource
+from train.launch import join_processes
 from train.metrics import Window, memory_gb
-from train.optimizer import (
-    Clock,
-    build_optimizer,
-    optimizer_tensors,
-    restore_optimizer,
-    trainable_parameters,
-)
+from train.optimizer import Clock, trainable_parameters
+from train.parallel import Parallel
 from train.provenance import open_directory, record
 from train.stored_features import open_source
 from train.tracking import Tracking
+from train.warm_start import warm_start
 
 # Shapes: S statistics (heads.objectives.Statistics), K heads
 
@@ -44,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Run:
-    """One run in one process. `model` is `heads` as Accelerate wraps it, for gradients alone."""
+    """One run in one process."""
 
     trainer: TrainerConfig
     accelerator: Accelerator
@@ -53,11 +45,9 @@ class Run:
     identity: TargetIdentity
     prompts: list[EvalPrompt]
     loader: BatchLoader
-    heads: DraftHeads
-    model: nn.Module
+    depth: int  # of the heads
+    parallel: Parallel
     source: FeatureSource
-    trainable: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
     tracking: Tracking
     display: Display
     clock: Clock
@@ -84,47 +74,24 @@ class Run:
     def log_window(self, rate: float) -> None:
         """Log the steps since the last time; `rate` is the latest learning rate."""
         self._log({**self.window.metrics(), "train/lr": rate, "train/memory_gb": memory_gb()})
-        self.window = Window.empty(self.heads.depth)
-
-    def warm_start(self) -> None:
-        """Before the first step, start heads from a linear forecast if they ask for it."""
-        if self.done or not self.heads.forecasts:
-            return
-        heads = self.heads
-        forecast = LinearForecast(heads.forecasts, heads.forecast_size, heads.hidden_size, self.accelerator.device)
-        tokens = 0
-        for step in itertools.islice(self.loader.steps(0), self.loader.steps_per_epoch):
-            for cpu_batch in step.micro_batches:
-                batch = cpu_batch.to(self.accelerator.device)
-                features = self.source(batch)
-                inputs_BTI = heads.forecast_inputs(features, batch.ids_BT)
-                forecast.add(inputs_BTI, features[FINAL_NORM], batch.ids_BT, batch.supervised_BT, batch.documents_BT)
-            tokens += step.whole.num_supervised
-            self.display.show(0, {"init/tokens": tokens})
-            if tokens >= self.trainer.init_tokens:
-                break
-        forecast.combine(lambda sums: cast(Tensor, self.accelerator.reduce(sums, "sum")))
-        self.heads.start_from(forecast)
-        for tensor in (*self.heads.parameters(), *self.heads.buffers()):
-            broadcast(tensor.data)
-        logger.info("heads start from a linear forecast over %d supervised tokens", tokens)
+        self.window = Window.empty(self.depth)
 
     def measure(self) -> None:
         """Measure tau by decoding held-out prompts; the other processes wait for it."""
         if not self.prompts:
             return
-        tau = 0.0
+        tau, heads = 0.0, self.parallel.gather_heads()
         if self.accelerator.is_main_process:
-            tau, alphas = measure_tau(self.target, self.heads, self.prompts, self.trainer.eval_tokens)
+            tau, alphas = measure_tau(self.target, heads, self.prompts, self.trainer.eval_tokens)
             self._log({"eval/tau": tau, **{f"eval/alpha_{k}": alpha for k, alpha in enumerate(alphas, 1)}})
         self.tau = start.from_main(tau, self.accelerator)
 
     def save(self) -> None:
         """Save all that the rest of the run depends on; the other processes wait."""
+        heads, moments = self.parallel.gather_heads(), self.parallel.gather_moments()
         if self.accelerator.is_main_process:
             state = RunState(self.done, self.clock.seconds, self.tau, self.window.to_json(), self.fixed)
-            moments = optimizer_tensors(self.optimizer, self.trainable)
-            checkpoint.save(self.root, self.heads, moments, state, self.identity)
+            checkpoint.save(self.root, heads, moments, state, self.identity)
             checkpoint.prune(self.root, self.trainer.keep_last)
         self.saved = self.done
         self.accelerator.wait_for_everyone()
@@ -141,9 +108,7 @@ class Run:
             assert best is not None
             checkpoint.copy_heads(best, handed_out)
             logger.info("%s: %s, tau %s", handed_out, best.name, checkpoint.read_state(best).tau)
-        # DDP goes before the process group: a reducer that frees a gloo group holds the GIL that gloo's threads need.
-        self.model = self.heads
-        self.accelerator.free_memory()
+        self.parallel.close()
         self.tracking.log_heads(handed_out)
         self.tracking.close()
         return handed_out
@@ -159,7 +124,7 @@ def start_run(config: TrainConfig) -> Run:
     Raises:
         ValueError: for a setting, a source or a run directory that cannot be used.
     """
-    accelerator = start.join_processes(config)
+    accelerator = join_processes(config)
     directory = open_directory(config, accelerator)
     target = start.load_frozen_target(config, accelerator)
     prepared = start.load_data(config, target, accelerator)
@@ -175,39 +140,37 @@ def start_run(config: TrainConfig) -> Run:
         state = checkpoint.read_state(resumed)
         checkpoint.check_fixed(state.fixed, fixed)
         heads = load_heads(resumed, target)
-    trainable = trainable_parameters(heads, target)
-    optimizer = build_optimizer(trainable, config.trainer)
-    if resumed is not None:
-        restore_optimizer(optimizer, trainable, load_file(resumed / checkpoint.OPTIMIZER_FILE))
+    trainable_parameters(heads, target)
+    dtype, trainer = start.compute_dtype(config.trainer.precision, target), config.trainer
+    source = open_source(target, heads, prepared, dtype, trainer.keep_features, trainer.features)
+    display = Display(num_steps, accelerator.is_main_process)
+    clock = Clock(num_steps, trainer.max_seconds, state.seconds)  # the warm start's time counts
+    if state.step == 0:
+        with display:
+            warm_start(heads, loader, source, trainer.init_tokens, accelerator, display)
 
     identity, run_id = identify(target), ""
     if accelerator.is_main_process:
         facts = {"from_step": state.step, "data_digest": prepared.digest, "target": asdict(identity)}
         run_id = record(config, directory, {**facts, **heads.describe()})
+    parallel = start.parallelise(heads, trainer, accelerator)
+    if resumed is not None:
+        parallel.restore(load_file(resumed / checkpoint.OPTIMIZER_FILE))
     logger.info("%s: %d steps of %d rows, %d an epoch", directory, num_steps, loader.batch_size, loader.steps_per_epoch)
     return Run(
-        trainer=config.trainer,
+        trainer=trainer,
         accelerator=accelerator,
         directory=directory,
         target=target,
         identity=identity,
         prompts=start.load_probes(config, target),
         loader=loader,
-        heads=heads,
-        model=accelerator.prepare(heads),
-        source=open_source(
-            target,
-            heads,
-            prepared,
-            start.compute_dtype(config.trainer.precision, target),
-            config.trainer.keep_features,
-            config.trainer.features,
-        ),
-        trainable=trainable,
-        optimizer=optimizer,
+        depth=heads.depth,
+        parallel=parallel,
+        source=source,
         tracking=Tracking(accelerator, config, directory, run_id, state.step),
-        display=Display(num_steps, accelerator.is_main_process),
-        clock=Clock(num_steps, config.trainer.max_seconds, state.seconds),
+        display=display,
+        clock=clock,
         fixed=fixed,
         window=Window.from_json(state.window),
         done=state.step,

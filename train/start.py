@@ -1,16 +1,14 @@
-"""What a run needs before its first step: processes, data, prompts, heads."""
+"""What a run needs before its first step: data, prompts, heads."""
 
 import logging
 import math
-import os
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, broadcast
+from accelerate.utils import DistributedType, broadcast
 
 from data.batches import BatchLoader
 from data.prepared import PreparedData
@@ -20,49 +18,13 @@ from heads import HEADS, vocabulary
 from heads.family import DraftHeads
 from heads.target import DTYPES, Target, load_target, preferred_dtype
 from train import checkpoint
-from train.config import TrainConfig
+from train.config import TrainConfig, TrainerConfig
+from train.parallel import FullySharded, Parallel, Replicated
+from train.zero import Zero
 
 logger = logging.getLogger(__name__)
 
-# While the main process measures tau, the others wait in a collective operation.
-PATIENCE = timedelta(hours=2)
-
-
-def join_processes(config: TrainConfig) -> Accelerator:
-    """Join the processes of the launch.
-
-    Raises:
-        ValueError: if the launcher's processes would train apart, or by a method that is not supported.
-    """
-    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
-        if os.environ.get(name, "false").lower() == "true":
-            raise ValueError(f"{name}=true is not supported; launch with conf/accelerate/ddp.yaml")
-    tracker = config.trainer.tracker
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        mixed_precision="no",  # heads choose their compute dtype themselves, over float32 masters
-        log_with=None if tracker == "none" else tracker,
-        project_dir=config.output_dir,
-        kwargs_handlers=[
-            # The buffers are the target's own rows: equal everywhere, and too large to send at each step.
-            DistributedDataParallelKwargs(broadcast_buffers=False),
-            InitProcessGroupKwargs(timeout=PATIENCE),
-        ],
-    )
-    expected = int(os.environ.get("WORLD_SIZE", "1"))
-    single = accelerator.distributed_type == DistributedType.NO
-    if accelerator.num_processes != expected or single != (expected == 1):
-        raise ValueError(
-            f"WORLD_SIZE={expected}, but accelerate runs {accelerator.num_processes} process(es) as "
-            f"{accelerator.distributed_type}: they would not share gradients; start with `accelerate launch "
-            f"--multi_gpu --num_processes {expected} train/train_heads.py`"
-        )
-    if expected > 1 and config.model.device_map is not None:
-        raise ValueError(
-            f"model.device_map={config.model.device_map} spreads one target over all GPUs, which {expected} "
-            "processes would each do; start one process, or set model.device_map=null"
-        )
-    return accelerator
+SHARDED = {DistributedType.DEEPSPEED: Zero, DistributedType.FSDP: FullySharded}
 
 
 def load_frozen_target(config: TrainConfig, accelerator: Accelerator) -> Target:
@@ -99,6 +61,11 @@ def build_heads(config: TrainConfig, target: Target, prepared: PreparedData) -> 
     family = HEADS[config.kind]
     heads = family(family.resolve(config.heads, target), target.hidden_size, target.vocab_size, draft_ids)
     return heads.bind(target).initialise()
+
+
+def parallelise(heads: DraftHeads, config: TrainerConfig, accelerator: Accelerator) -> Parallel:
+    """Hand whole heads to the engine that the processes were launched with."""
+    return SHARDED.get(accelerator.distributed_type, Replicated)(heads, config, accelerator)
 
 
 def build_loader(config: TrainConfig, target: Target, prepared: PreparedData, accelerator: Accelerator) -> BatchLoader:

@@ -1,52 +1,45 @@
 """One optimiser step: gradients over all micro-batches and processes, as if they were one batch."""
 
-import contextlib
 import math
 import zlib
 from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.batches import Step
 from heads.alignment import label_counts
-from heads.family import DraftHeads
 from train.features import FeatureSource
+from train.parallel import Parallel
 
 # Shapes: B rows, T tokens, D hidden, K heads, S statistics (heads.objectives.Statistics)
 
 
-def accumulate_gradients(
-    step: Step,
-    source: FeatureSource,
-    heads: DraftHeads,
-    model: nn.Module,
-    accelerator: Accelerator,
-) -> tuple[float, Tensor]:
+def accumulate_gradients(step: Step, source: FeatureSource, parallel: Parallel) -> tuple[float, Tensor]:
     """Add the gradients of `step` to the heads' parameters; returns its loss and statistics [S, K].
 
-    `model` is `heads` as Accelerate wraps it; heads compute in the dtype of the features. The results are sums over
-    all processes, the statistics in float64 on the CPU.
+    Heads compute in the dtype of the features. The results are sums over all processes, the statistics in float64 on
+    the CPU.
     """
+    accelerator, depth = parallel.accelerator, parallel.heads.depth
     # Every process sees the whole step, so all divide by the same counts without asking each other.
-    counts_K = label_counts(step.whole.supervised_BT, step.whole.documents_BT, heads.depth).to(accelerator.device)
+    counts_K = label_counts(step.whole.supervised_BT, step.whole.documents_BT, depth).to(accelerator.device)
     sums = []
     for index, cpu_batch in enumerate(step.micro_batches):
         batch = cpu_batch.to(accelerator.device)
         features = source(batch)
-        last = index == len(step.micro_batches) - 1
-        with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            loss, statistics_SK = model(
+        with parallel.accumulating(last=index == len(step.micro_batches) - 1):
+            loss, statistics_SK = parallel.model(
                 features, batch.ids_BT, batch.supervised_BT, batch.documents_BT, batch.positions_BT, counts_K
             )
             # Processes average their gradients, but the losses are parts of one sum.
-            accelerator.backward(loss * accelerator.num_processes)
+            parallel.backward(loss * accelerator.num_processes)
         sums.append(torch.cat([loss.detach()[None], statistics_SK.flatten()]).double())
     totals = accelerator.reduce(torch.stack(sums).sum(0), "sum")
     assert isinstance(totals, Tensor)
     totals = totals.cpu()
-    return totals[0].item(), totals[1:].view(-1, heads.depth)
+    return totals[0].item(), totals[1:].view(-1, depth)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -63,7 +56,7 @@ def check_synchronised(grad_norm: Tensor, accelerator: Accelerator) -> None:
 
 
 def check_finite(loss: float, grad_norm: float, step: Step, rows: Sequence[Sequence[int]], last_saved: int) -> None:
-    """Raise FloatingPointError if a step did not go well, before it touches the weights."""
+    """Raise FloatingPointError if a step did not go well; nothing is saved after it."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
     samples = sorted(index for row in rows for index in row)

@@ -1,7 +1,17 @@
-"""Several processes are one: two of them, launched as users launch them, train the heads that one trains."""
+"""Several processes are one: two of them, launched as users launch them, train the heads that one trains.
+
+Engines also go on with each other's checkpoints, in another number of processes:
+
+    step                        0 ------ 2 ------ 4 ------ 6
+    one process                 =========================>       the reference, never stopped
+    two, first engine           =========================>
+    one, from its step 2                 ================>
+    two, other engine, from 4                     =======>
+"""
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -27,17 +37,25 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch(arguments: list[str], processes: int = 2) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
-    settings = [
-        "--config_file",
-        str(CHECKOUT / "conf" / "accelerate" / "ddp.yaml"),
-        "--num_processes",
-        str(processes),
-    ]
-    command = [*launcher, *settings, "--main_process_port", str(free_port()), *arguments]
+def start(arguments: list[str], launcher: str = "ddp", *options: str) -> subprocess.Popen[str]:
+    """Launch training by conf/accelerate/<launcher>.yaml, on the CPU."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    settings = ["--config_file", str(CHECKOUT / "conf" / "accelerate" / f"{launcher}.yaml"), "--num_processes", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.Popen(
+        [*command, *settings, *options, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def launch(arguments: list[str], launcher: str = "ddp") -> tuple[int, str]:
+    """Train in two processes; returns the exit code and what they said."""
+    process = start(arguments, launcher, "--main_process_port", str(free_port()))
+    said = process.communicate(timeout=300)[1]
+    return process.returncode, said
 
 
 def as_overrides(values: dict[str, Any], prefix: str = "++") -> list[str]:
@@ -66,8 +84,8 @@ def test_two_processes_train_the_same_heads_as_one(make_config, make_values, tmp
     more = ("trainer.save_every=3", "trainer.eval_every=2", "heads.objective.kl_weight=0.5", "trainer.log_every=2")
     train(make_config(*settings, *more, f"output_dir={tmp_path}/one"))
     values = make_values(*settings, *more, f"output_dir={tmp_path}/two")
-    done = launch([*ENTRY, *as_overrides(values)])
-    assert done.returncode == 0, done.stderr
+    code, said = launch([*ENTRY, *as_overrides(values)])
+    assert code == 0, said
     one, two = (load_file(tmp_path / name / "heads" / "model.safetensors") for name in ("one", "two"))
     for name in ("block_weight", "block_bias", "lm_head_weight"):
         torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-6)
@@ -76,7 +94,7 @@ def test_two_processes_train_the_same_heads_as_one(make_config, make_values, tmp
             assert alone[name] == pytest.approx(together[name], abs=1e-5, rel=1e-6), name
     config = OmegaConf.load(tmp_path / "two" / "config.yaml")
     assert config.trainer.batch_size == 8
-    assert done.stderr.count("heads: step-") == 1  # one process speaks
+    assert said.count("heads: step-") == 1  # one process speaks
 
 
 @pytest.mark.slow
@@ -84,12 +102,73 @@ def test_two_processes_refuse_together_and_go_on_with_the_run_of_one(make_config
     settings = ("trainer.steps=2", "trainer.max_seconds=600")
     train(make_config(*settings))
     arguments = [*ENTRY, *as_overrides(make_values(*settings)), "++trainer.steps=3"]
-    refused = launch(arguments)
-    assert refused.returncode != 0
-    assert refused.stderr.count("is not empty; go on with that run by resume=true") == 1
-    resumed = launch([*arguments, "++resume=true"])
-    assert resumed.returncode == 0, resumed.stderr
+    code, said = launch(arguments)
+    assert code != 0
+    assert said.count("is not empty; go on with that run by resume=true") == 1
+    code, said = launch([*arguments, "++resume=true"])
+    assert code == 0, said
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+
+
+def forget_after(run: Path, step: int) -> None:
+    """Leave the run as if it had been killed between `step` and its next checkpoint."""
+    for directory in (run / "checkpoints").glob("step-*"):
+        if int(directory.name.removeprefix("step-")) > step:
+            shutil.rmtree(directory)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """What was logged of each step, the weights and the moments agree."""
+    for alone, together in zip(rows(one), rows(other), strict=True):
+        for name in alone.keys() - {"train/supervised_tokens_per_s", "train/memory_gb"}:
+            assert alone[name] == pytest.approx(together[name], abs=1e-5), (alone["step"], name)
+    for name, tolerance in (("model.safetensors", 2e-6), ("optimizer.safetensors", 2e-7)):
+        left, right = (load_file(run / "checkpoints" / "step-000006" / name) for run in (one, other))
+        torch.testing.assert_close(left, right, rtol=0, atol=tolerance)
+
+
+# Each of two processes has three micro-batches; rows differ in length, and every gradient is clipped.
+ENGINES = (
+    "heads.draft_vocab_size=301",
+    "trainer.batch_size=12",
+    "trainer.save_every=2",
+    "trainer.keep_last=3",
+    "trainer.eval_prompts=2",
+    "trainer.clip_norm=0.2",
+    "trainer.weight_decay=0.1",
+    "data.packing=false",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [("zero1", "zero2"), ("zero3", "fsdp2"), ("fsdp2", "zero3")])
+def test_engines_train_the_heads_of_one_process_and_go_on_with_its_run(first, then, make_config, make_values, tmp_path):
+    train(make_config(*ENGINES, f"output_dir={tmp_path}/one"))
+    assert min(row["train/grad_norm"] for row in rows(tmp_path / "one") if "train/loss" in row) > 0.2
+    run = tmp_path / "run"
+    arguments = [*ENTRY, *as_overrides(make_values(*ENGINES))]
+    code, said = launch(arguments, first)
+    assert code == 0, said
+    assert_same_run(tmp_path / "one", run)
+
+    forget_after(run, 2)
+    train(make_config(*ENGINES, "resume=true"))
+    forget_after(run, 4)
+    code, said = launch([*arguments, "++resume=true"], then)
+    assert code == 0, said
+    assert_same_run(tmp_path / "one", run)
+    assert len(json.loads((run / "run.json").read_text())["starts"]) == 3
+
+
+@pytest.mark.slow
+def test_two_nodes_train_the_heads_of_one_process(make_config, make_values, tmp_path):
+    train(make_config(*ENGINES, f"output_dir={tmp_path}/one"))
+    arguments = [*ENTRY, *as_overrides(make_values(*ENGINES))]
+    main = ("--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()), "--machine_rank")
+    nodes = [start(arguments, "multinode", *main, rank) for rank in ("0", "1")]
+    said = [node.communicate(timeout=300)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert_same_run(tmp_path / "one", tmp_path / "run")
 
 
 def test_gradients_that_differ_between_processes_are_noticed():

@@ -289,13 +289,6 @@ def test_processes_that_would_train_apart_are_refused(make_config, monkeypatch):
         train(make_config())
 
 
-@pytest.mark.parametrize("name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"])
-def test_unsupported_launchers_are_refused(make_config, monkeypatch, name):
-    monkeypatch.setenv(name, "true")
-    with pytest.raises(ValueError, match=rf"{name}=true is not supported"):
-        train(make_config())
-
-
 def test_rows_after_the_checkpoint_and_torn_ones_are_cut(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "eval/tau": 1.0}\n{"step": 3}\n{"ste')
