@@ -141,6 +141,10 @@ def start_run(config: TrainConfig) -> Run:
         checkpoint.check_fixed(state.fixed, fixed)
         heads = load_heads(resumed, target)
     trainable_parameters(heads, target)
+    identity, run_id = identify(target), ""
+    if accelerator.is_main_process:
+        facts = {"from_step": state.step, "data_digest": prepared.digest, "target": asdict(identity)}
+        run_id = record(config, directory, {**facts, **heads.describe()})
     dtype, trainer = start.compute_dtype(config.trainer.precision, target), config.trainer
     source = open_source(target, heads, prepared, dtype, trainer.keep_features, trainer.features)
     display = Display(num_steps, accelerator.is_main_process)
@@ -149,10 +153,6 @@ def start_run(config: TrainConfig) -> Run:
         with display:
             warm_start(heads, loader, source, trainer.init_tokens, accelerator, display)
 
-    identity, run_id = identify(target), ""
-    if accelerator.is_main_process:
-        facts = {"from_step": state.step, "data_digest": prepared.digest, "target": asdict(identity)}
-        run_id = record(config, directory, {**facts, **heads.describe()})
     parallel = start.parallelise(heads, trainer, accelerator)
     if resumed is not None:
         parallel.restore(load_file(resumed / checkpoint.OPTIMIZER_FILE))
