@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 PROJECT = "headstart"
 TRACKERS = ("auto", "wandb", "none")
-RUN_FILE, CONFIG_FILE = "run.json", "config.yaml"  # in a run's directory, see train/provenance.py
+RUN_FILE, CONFIG_FILE, METRICS_FILE = "run.json", "config.yaml", "metrics.jsonl"  # in a training run's directory
 NO_NAME = re.compile(r"[^\w.-]")  # W&B takes little else in the name of an artifact
 
 

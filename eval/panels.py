@@ -152,6 +152,36 @@ def draw_cost(axes: Axes, summary: Summary) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0)
 
 
+def draw_loss(axes: Axes, summary: Summary) -> None:
+    """(g) The training loss, each point the mean since the one before."""
+    axes.plot(summary["training"]["steps"], summary["training"]["loss"], color=HEADS, linewidth=1.8)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("optimiser step")
+
+
+def draw_learning(axes: Axes, summary: Summary) -> None:
+    """(h) alpha_k on training data, named at its end, and tau wherever held-out prompts were decoded."""
+    training = summary["training"]
+    steps = training["steps"]
+    for k, rates in enumerate(training["alpha"], 1):
+        shade = RATES(1 - 0.7 * (k - 1) / max(1, len(training["alpha"]) - 1))
+        axes.plot(steps, rates, color=shade, linewidth=1.8, label=f"alpha_{k}")
+    for step, tau in training["measured"]:
+        axes.axvline(step, color=TAU, linewidth=1, linestyle=":")
+        place = {"xy": (step, 1), "xycoords": ("data", "axes fraction"), "xytext": (-3, -2)}
+        axes.annotate(
+            f"tau {tau:.2f}", **place, textcoords="offset points", ha="right", va="top", color=TAU, fontsize=9
+        )
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("optimiser step")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0, handlelength=1, fontsize=9)
+
+
+def has_curves(summary: Summary) -> bool:
+    """Whether the run that trained the heads logged enough for a line."""
+    return summary["training"] is not None and len(summary["training"]["steps"]) > 1
+
+
 def _label(axes: Axes, text: str, point: tuple[float, float], gap: float = 6, **style: Any) -> None:
     """Text `gap` typographic points to the right of `point`; SVG would swallow leading spaces."""
     axes.annotate(text, point, (gap, 0), textcoords="offset points", va="center", **style)

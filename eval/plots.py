@@ -55,6 +55,8 @@ PLOTS = {
         lambda s: (WIDTH, 2.7),
         lambda s: bool(panels.verify_costs(s["cost_ms"])),
     ),
+    "loss": Plot("Training loss", panels.draw_loss, lambda s: (WIDTH, 2.6), panels.has_curves),
+    "learning": Plot("Acceptance while training", panels.draw_learning, lambda s: (WIDTH, 2.9), panels.has_curves),
     "tree": Plot(
         "Draft tree",
         panels.draw_tree,

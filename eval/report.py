@@ -11,6 +11,7 @@ from typing import Any
 from eval import metrics
 from eval.records import Evaluation, PromptResult, Timing
 from eval.report_page import html_page, markdown_page
+from eval.run_record import other_reports, training_curves
 from eval.verdict import verdict
 
 Summary = dict[str, Any]
@@ -87,8 +88,10 @@ def write_report(evaluation: Evaluation, directory: str | Path) -> Summary:
     Raises:
         ValueError: as `summarise` does; nothing is written then.
     """
-    summary = summarise(evaluation)
     folder = Path(directory)
+    summary = summarise(evaluation)
+    summary["training"] = training_curves(Path(evaluation.heads))
+    summary["other_runs"] = other_reports(folder, evaluation.target, [row["name"] for row in summary["prompts"]])
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "report.json", json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
     write_whole(folder / "report.md", markdown_page(summary))

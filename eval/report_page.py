@@ -74,6 +74,7 @@ def markdown_page(summary: Summary) -> str:
         "## Plain decoding",
         table(["setting", "tokens/s"], [[name, rate] for name, rate in summary["plain_settings"].items()]),
         f"Against the fastest of any dtype: {number(any_dtype['median'])}x {interval(any_dtype)}.",
+        *_other_runs(summary),
         "## Equality with plain greedy decoding",
         equality_sentence(summary),
         _divergences(summary),
@@ -131,6 +132,18 @@ def _category_row(name: str, row: Summary) -> list[str | float | None]:
     rates, speedup = row["tokens_per_s"], row["speedup"]
     counts = [str(row["prompts"]), str(row["tokens"])]
     return [name, speedup["median"], interval(speedup), row["tau"], rates["plain"], rates["heads"], *counts]
+
+
+def _other_runs(summary: Summary) -> list[str]:
+    if not summary["other_runs"]:
+        return []
+    rows = []
+    for row in summary["other_runs"]:
+        speedup, plain, same = row["speedup"], row["tokens_per_s"]["plain"], "yes" if row["same_prompts"] else "no"
+        rows.append([row["run"], row["kind"], row["tau"], speedup["median"], interval(speedup), plain, same])
+    head = ["run", "kind", "tau", "speedup", "95% interval", "plain tokens/s", "same prompts"]
+    note = "Each measured in a run of its own: scripts/compare_heads.py decodes several in turns."
+    return ["## Other runs on this target", table(head, rows), note]
 
 
 def _divergences(summary: Summary) -> str:

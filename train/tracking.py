@@ -8,10 +8,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from eval.lineage import PROJECT, heads_item, offline_mode
+from eval.lineage import METRICS_FILE, PROJECT, heads_item, offline_mode
 from train.config import TrainConfig
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class Tracking:

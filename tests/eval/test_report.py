@@ -218,7 +218,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_three_files_and_no_leftovers(written: Path):
     assert sorted(path.name for path in written.iterdir()) == ["report.html", "report.json", "report.md"]
-    assert set(json.loads((written / "report.json").read_text())) == KEYS
+    assert set(json.loads((written / "report.json").read_text())) == KEYS | {"training", "other_runs"}
 
 
 def test_html_is_well_formed_and_self_contained(written: Path):
