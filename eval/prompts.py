@@ -32,7 +32,8 @@ def load_prompts(sources: Sequence[str], target: Target, limit: int | None = Non
     """
     rendered = []
     for prompt in read_prompts(load_conversations(sources, needs_answer=False)):
-        ids = render_prompt(prompt.messages, target.tokenizer, target.config.template_kwargs)
+        tools = {"tools": prompt.tools} if prompt.tools else {}
+        ids = render_prompt(prompt.messages, target.tokenizer, {**target.config.template_kwargs, **tools})
         if len(ids) >= target.max_context:
             raise ValueError(
                 f"prompt {prompt.name} has {len(ids)} tokens but the context of {target.config.name} holds "

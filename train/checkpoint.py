@@ -135,7 +135,9 @@ def damage(directory: Path) -> str | None:
 def check_fixed(stored: dict[str, Any], current: dict[str, Any]) -> None:
     """Raise ValueError if a run is resumed with settings that would make it another run."""
     changed = [
-        f"{name}: {stored[name]} before, {current[name]} now" for name in current if stored[name] != current[name]
+        f"{name}: {stored.get(name)} before, {value} now"
+        for name, value in current.items()
+        if stored.get(name) != value
     ]
     if changed:
         raise ValueError(

@@ -104,6 +104,7 @@ def fixed_settings(config: TrainConfig, prepared: PreparedData) -> dict[str, Any
         "heads": config.resolved()["heads"],
         "data": prepared.digest,
         "data.packing": config.data.packing,
+        "trainer.features": config.trainer.features and Path(config.trainer.features).name,
         "trainer.batch_size": config.trainer.batch_size,
         "seed": config.seed,
     }
