@@ -11,4 +11,4 @@ ruff format --check .
 pyright
 lint-imports
 pytest -q
-pytest -q -n 0 -m slow
+pytest -q --dist loadscope -m slow
