@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=128_256)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--heads", type=int, nargs="+", default=[1, 5])
+    parser.add_argument("--naive", action=argparse.BooleanOptionalAction, default=True, help="its logits fill memory")
     arguments = parser.parse_args()
     table = Table(
         "heads K", "tokens", "chunked MiB", "naive MiB", title=f"peak of the loss, vocabulary {arguments.vocab}"
@@ -50,7 +51,7 @@ def main() -> None:
     for num_heads in arguments.heads:
         for tokens in arguments.tokens:
             cells = []
-            for step in (chunked, naive):
+            for step in (chunked, naive) if arguments.naive else (chunked,):
                 with own_process() as call:
                     cells.append(f"{call(peak_mib, step, num_heads, tokens, arguments.vocab):.0f}")
             table.add_row(str(num_heads), str(tokens), *cells)
