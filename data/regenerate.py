@@ -130,10 +130,15 @@ def open_jobs(
     for prompt in prompts:
         names = [name for name in (f"{prompt.name}#{sample}" for sample in range(samples)) if name not in done]
         if names:
-            tools = {"tools": prompt.tools} if prompt.tools else {}
-            ids = render_prompt(prompt.messages, tokenizer, {**template_kwargs, **tools})
+            ids = prompt_ids(prompt, tokenizer, template_kwargs)
             jobs += [Job(name, prompt, ids, _stream(seed, name)) for name in names]
     return jobs
+
+
+def prompt_ids(prompt: Prompt, tokenizer: Any, template_kwargs: dict[str, Any]) -> list[int]:
+    """A prompt as serving renders it, its tools included."""
+    tools = {"tools": prompt.tools} if prompt.tools else {}
+    return render_prompt(prompt.messages, tokenizer, {**template_kwargs, **tools})
 
 
 def said_row(job: Job, tokens: list[int], tokenizer: Any, eos_ids: Sequence[int]) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from itertools import chain, zip_longest
 from typing import TypeVar
 
 from data.conversations import load_conversations
-from data.regenerate import Prompt, read_prompts
-from data.render import render_prompt
+from data.regenerate import Prompt, prompt_ids, read_prompts
 from heads.target import Target
 
 
@@ -32,8 +31,7 @@ def load_prompts(sources: Sequence[str], target: Target, limit: int | None = Non
     """
     rendered = []
     for prompt in read_prompts(load_conversations(sources, needs_answer=False)):
-        tools = {"tools": prompt.tools} if prompt.tools else {}
-        ids = render_prompt(prompt.messages, target.tokenizer, {**target.config.template_kwargs, **tools})
+        ids = prompt_ids(prompt, target.tokenizer, target.config.template_kwargs)
         if len(ids) >= target.max_context:
             raise ValueError(
                 f"prompt {prompt.name} has {len(ids)} tokens but the context of {target.config.name} holds "

@@ -1,5 +1,7 @@
 """Tiny targets and heads, made on the spot; nothing is downloaded."""
 
+import os
+
 import pytest
 import torch
 
@@ -35,3 +37,12 @@ def random_heads():
         return heads
 
     return make
+
+
+@pytest.fixture
+def logged_out(monkeypatch, tmp_path):
+    """No W&B settings and no login of whoever runs the tests."""
+    for name in list(os.environ):
+        if name.startswith("WANDB_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))

@@ -1,7 +1,6 @@
 """What W&B is told of heads: which run trained them and what was made of them; offline runs are read back from disk."""
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -18,14 +17,7 @@ from train.loop import train
 
 ROOT = Path(__file__).parents[1]
 MODEL = {"name": "tiny", "path": "random:llama"}
-
-
-@pytest.fixture(autouse=True)
-def logged_out(monkeypatch, tmp_path):
-    for name in list(os.environ):
-        if name.startswith("WANDB_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+pytestmark = pytest.mark.usefixtures("logged_out")
 
 
 @pytest.fixture

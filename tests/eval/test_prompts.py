@@ -17,6 +17,8 @@ def test_tools_reach_the_chat_template(monkeypatch, tmp_path, tiny_target):
     rows = [{"id": "one", "prompt": "What time is it?", "tools": [tool]}, {"id": "two", "prompt": "Hello"}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = []
-    monkeypatch.setattr("eval.prompts.render_prompt", lambda messages, tokenizer, options: given.append(options) or [1])
+    monkeypatch.setattr(
+        "data.regenerate.render_prompt", lambda messages, tokenizer, options: given.append(options) or [1]
+    )
     load_prompts([str(tmp_path / "prompts.jsonl")], tiny_target())
     assert given == [{"tools": [tool]}, {}]

@@ -1,7 +1,6 @@
 """Trackers work without a network and without an account; metrics.jsonl never depends on them."""
 
 import json
-import os
 
 import pytest
 
@@ -10,13 +9,7 @@ from train import tracking
 from train.loop import train
 from train.tracking import check_tracker, flat, wandb_options
 
-
-@pytest.fixture(autouse=True)
-def logged_out(monkeypatch, tmp_path):
-    for name in list(os.environ):
-        if name.startswith("WANDB_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+pytestmark = pytest.mark.usefixtures("logged_out")
 
 
 def test_wandb_is_offline_unless_logged_in(monkeypatch, tmp_path):
