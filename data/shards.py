@@ -1,6 +1,7 @@
 """Sources -> prepared data, stored under a key of everything that it depends on: same settings, same file."""
 
 import logging
+import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from data.samples import SampleBuilder
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CACHE_DIR = "~/.cache/headstart/data"
 RESERVED_KWARGS = {
     "add_generation_prompt",
     "chat_template",
@@ -43,7 +43,7 @@ class DataConfig:
     """Sources and how they become samples; `data/sources.py` says what a source is.
 
     `max_length` counts tokens; `limit` is the largest number of conversations of a split, None for all;
-    `cache_dir` "" stands for ~/.cache/headstart/data.
+    `cache_dir` "" stands for $HEADSTART_CACHE/data, or ~/.cache/headstart/data.
     """
 
     train: list[str]
@@ -96,7 +96,7 @@ def prepare(
     }
     parts = key_parts(sources, tokenizer, eos_ids, parameters)
     key = key_of(parts)
-    folder = Path(config.cache_dir or DEFAULT_CACHE_DIR).expanduser()
+    folder = Path(config.cache_dir or default_cache()).expanduser()
     stored = PreparedData.load(folder, key)
     if stored is not None:
         logger.info("prepared data taken from %s", folder / key)
@@ -117,6 +117,11 @@ def prepare(
 def _conversations(sources: Sequence[str], limit: int | None, problems: Problems) -> Iterator[Conversation]:
     rows = (row for source in sources for row in read_conversations(source, problems))
     return islice(rows, limit)
+
+
+def default_cache() -> Path:
+    """Where prepared data is kept unless `cache_dir` says otherwise."""
+    return Path(os.environ.get("HEADSTART_CACHE", "~/.cache/headstart")) / "data"
 
 
 @contextmanager

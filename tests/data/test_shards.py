@@ -42,6 +42,13 @@ def stored(config):
     return sorted(Path(config.cache_dir).glob("*.safetensors"))
 
 
+def test_prepared_data_is_kept_in_the_cache_of_all_else(setting, tmp_path, monkeypatch):
+    sources, config, tokenizer, eos_ids = setting
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "elsewhere"))
+    prepare(sources, dataclasses.replace(config, cache_dir=""), tokenizer, eos_ids)
+    assert len(list((tmp_path / "elsewhere" / "data").glob("*.safetensors"))) == 1
+
+
 def same(first, second):
     tensors = ("ids_N", "supervised_N", "offsets_S1", "category_S")
     equal = all(torch.equal(vars(first)[name], vars(second)[name]) for name in tensors)
