@@ -3,7 +3,6 @@
 import asyncio
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -17,7 +16,7 @@ from eval.serving.records import RequestResult
 from eval.serving.stream import DONE, Answer, events, parse_chunk
 
 SETTLING_READS = 20
-OWN_FIELDS = {"max_tokens", "messages", "model", "seed", "stream", "stream_options", "temperature"}
+OWN_FIELDS = {"max_tokens", "messages", "model", "seed", "stream", "stream_options", "temperature", "tools"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class ChatClient(Connection):
     async def ask(self, prompt: Prompt, index: int) -> RequestResult:
         """Send a prompt, again where that may help, and read its answer. `index` makes the request's seed."""
         began, attempts = time.perf_counter(), Attempts()
-        body = self._body(prompt.messages, index)
+        body = self._body(prompt, index)
         try:
             answer = await attempts.until_answered(lambda: self._attempt(body), self.config.retry)
         except RequestFailed as failure:
@@ -105,10 +104,12 @@ class ChatClient(Connection):
             return RequestResult(prompt.name, attempts.retries, waited_s, failure=failure.kind, detail=failure.detail)
         return _result(prompt.name, attempts.retries, attempts.sent - began, attempts.sent, answer)
 
-    def _body(self, messages: Sequence[dict[str, Any]], index: int) -> dict[str, Any]:
+    def _body(self, prompt: Prompt, index: int) -> dict[str, Any]:
+        tools = {"tools": prompt.tools} if prompt.tools else {}
         return {
             "model": self.model,
-            "messages": messages,
+            "messages": prompt.messages,
+            **tools,
             "max_tokens": self.config.max_tokens,
             "temperature": self.config.temperature,
             "seed": self.config.seed + index,

@@ -22,13 +22,13 @@ PATIENCE = TimeoutConfig(connect_s=LATE, first_token_s=LATE, between_chunks_s=LA
 FAST = RetryConfig(attempts=2, first_wait_s=0.01)
 
 
-def ask(server: FaultyServer, index: int = 0, **settings) -> RequestResult:
+def ask(server: FaultyServer, index: int = 0, prompt: Prompt = PROMPT, **settings) -> RequestResult:
     async def run():
         async with ChatClient(
             server.url, ClientConfig(**{"timeout": PATIENCE, "retry": FAST, **settings}), 1
         ) as client:
             await client.find_model()
-            return await client.ask(PROMPT, index)
+            return await client.ask(prompt, index)
 
     return asyncio.run(run())
 
@@ -51,13 +51,23 @@ def test_tokens_are_the_servers_and_times_the_clocks():
     assert result.timing.tokens == 9
 
 
-def test_a_request_asks_for_what_was_configured():
+@pytest.mark.parametrize("tools", [{}, {"tools": [{"type": "function", "function": {"name": "weather"}}]}])
+def test_a_request_asks_for_what_was_configured(tools):
     with FaultyServer() as server:
-        ask(server, index=3, max_tokens=17, temperature=0.5, seed=40, extra_body={"ignore_eos": True})
+        ask(
+            server,
+            index=3,
+            prompt=replace(PROMPT, **tools),
+            max_tokens=17,
+            temperature=0.5,
+            seed=40,
+            extra_body={"ignore_eos": True},
+        )
     assert server.bodies == [
         {
             "model": "tiny",
             "messages": PROMPT.messages,
+            **tools,
             "max_tokens": 17,
             "temperature": 0.5,
             "seed": 43,
