@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ def smollm2_directory() -> Path:
 
 
 def _convert(package: Path, directory: Path) -> None:
+    from transformers import GgufConfig  # newer than the oldest transformers that other targets can do with
+
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=GGUF_FILE)
     if not tokenizer.chat_template:

@@ -6,6 +6,7 @@ checkpoints, scaled embeddings and soft-capped logits are the model's own busine
 """
 
 import contextlib
+import inspect
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -73,6 +74,10 @@ class Target:
         self.config = config
         self.text_config = model.config.get_text_config()
         self.decoder: nn.Module = model.get_decoder()
+        # By its old name before transformers 5.24, which would swallow the new one and decode without a cache of ours.
+        self.cache_argument = (
+            "cache" if "cache" in inspect.signature(self.decoder.forward).parameters else "past_key_values"
+        )
         self.embedding = cast(nn.Embedding, model.get_input_embeddings())
         self.lm_head = cast(nn.Linear, model.get_output_embeddings())
         self.final_norm = cast(nn.Module, self.decoder.norm)
@@ -157,8 +162,8 @@ class Target:
                 input_ids=ids_BT,
                 attention_mask=mask,
                 position_ids=positions_BT,
-                cache=cache,
                 use_cache=cache is not None,
+                **{self.cache_argument: cache},
             )
         return {**captured, FINAL_NORM: output.last_hidden_state}
 
