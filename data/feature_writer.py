@@ -7,18 +7,18 @@ documents they hold), and ends with the same bytes as a run that was never stopp
 import contextlib
 import fcntl
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.disk import free_bytes, writing
 from data.feature_plan import Document, Plan, stored_positions
 from data.feature_precision import encode
 from data.features import (
+    EXTRACT_AGAIN,
     INDEX_FILE,
     KEYS,
     LENGTHS,
@@ -52,9 +52,11 @@ class StoreWriter:
     def open(self) -> Iterator["StoreWriter"]:
         """Check the room, then take the directory for this process."""
         check_room(self.directory, sum(self.plan.shard_bytes(number) for number in self.missing))
-        self.directory.mkdir(parents=True, exist_ok=True)
+        with writing(self.directory, EXTRACT_AGAIN):
+            self.directory.mkdir(parents=True, exist_ok=True)
         with _locked(self.directory):
-            _write_text(self.directory / INDEX_FILE, self.plan.index.to_json())
+            with writing(self.directory / INDEX_FILE, EXTRACT_AGAIN):
+                _write_text(self.directory / INDEX_FILE, self.plan.index.to_json())
             yield self
 
     def write(self, number: int, features: Iterable[dict[str, Tensor]]) -> None:
@@ -62,16 +64,14 @@ class StoreWriter:
         tensors = self._tensors(self.plan.shards[number], features)
         shard = shard_path(self.directory, number)
         partial = _partial(shard)
-        try:
+        with writing(shard, EXTRACT_AGAIN):
             save_file(tensors, partial)
-        except SafetensorError as error:
-            raise OSError(f"could not write {shard}: {error}") from error
-        # The library leaves the file readable by its owner only; others may train from it.
-        partial.chmod(self.directory.stat().st_mode & 0o666)
-        _to_disk(partial)
-        # The checksum first: a shard under its own name then always has one.
-        _write_text(checksum_path(shard), checksum_line(shard, file_sha256(partial)))
-        _rename(partial, shard)
+            # The library leaves the file readable by its owner only; others may train from it.
+            partial.chmod(self.directory.stat().st_mode & 0o666)
+            _to_disk(partial)
+            # The checksum first: a shard under its own name then always has one.
+            _write_text(checksum_path(shard), checksum_line(shard, file_sha256(partial)))
+            _rename(partial, shard)
 
     def _tensors(self, documents: list[Document], features: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
         layout = self.plan.index.layout
@@ -106,8 +106,7 @@ class StoreWriter:
 
 def check_room(directory: Path, need: int) -> None:
     """Raises ValueError if `need` bytes do not fit on the disk of `directory`."""
-    there = next(parent for parent in (directory, *directory.resolve().parents) if parent.exists())
-    free = shutil.disk_usage(there).free
+    free = free_bytes(directory)
     if need > free:
         raise ValueError(
             f"the features need {need / 1e9:.2f} GB in {directory}, {free / 1e9:.2f} GB are free; free some, give "

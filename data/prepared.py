@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from data.disk import writing
+
 logger = logging.getLogger(__name__)
 
 
@@ -94,7 +96,8 @@ class PreparedData:
 
     def save(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Writes <digest>.safetensors, then <digest>.json, whose hash vouches for the first."""
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder, "run again, or give another data.cache_dir"):
+            folder.mkdir(parents=True, exist_ok=True)
         tensors = {
             "ids": self.ids_N,
             "supervised": self.supervised_N,
@@ -160,8 +163,9 @@ def file_sha256(path: Path) -> str:
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)  # readers see the old file or the whole new one
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path, "run again"):
+        try:
+            write(temporary)
+            os.replace(temporary, path)  # readers see the old file or the whole new one
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from data.conversations import Conversation
+from data.disk import writing
 from data.render import render_prompt
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 # From prompts (token ids) and seeds to continuations, each ending with an end-of-text id unless it ran out of room.
 Generate = Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[int]]]
 
+GO_ON = "run again to go on"
 MIN_WORDS, MAX_WORDS = 4, 120
 MARK = "\ue000"  # a private-use character that no template contains
 
@@ -57,12 +59,14 @@ class AnswerLog:
 
     Raises:
         ValueError: if a line before the last is not JSON.
+        OSError: if the file cannot be written; it then ends with the last whole row.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.rows: list[dict[str, Any]] = []
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path, GO_ON):
+            path.parent.mkdir(parents=True, exist_ok=True)
         whole = 0
         if path.exists():
             content = path.read_bytes()
@@ -72,14 +76,23 @@ class AnswerLog:
                     self.rows.append(json.loads(line))
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{path}:{number} is not JSON ({error}); repair or remove that line") from error
-        self._file = path.open("r+b" if path.exists() else "w+b")
-        self._file.truncate(whole)
-        self._file.seek(whole)
+        with writing(path, GO_ON):
+            # Unbuffered: closing must not write what could not be written before.
+            self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
+            self._file.truncate(whole)
+            self._file.seek(whole)
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write whole rows and flush them, so that a kill loses at most the batch under way."""
-        self._file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-        self._file.flush()
+        """Write whole rows at once, so that a kill loses at most the batch under way."""
+        left = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        before = self._file.tell()
+        with writing(self.path, GO_ON):
+            try:
+                while left:  # a disk that is nearly full takes a part
+                    left = left[self._file.write(left) :]
+            except OSError:
+                self._file.truncate(before)
+                raise
         self.rows.extend(rows)
 
     def __enter__(self) -> "AnswerLog":

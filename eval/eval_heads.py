@@ -26,7 +26,7 @@ def main(composed: DictConfig) -> None:
             directory = Path(config.output or config.source)
             sys.stdout.write(f"{summary['verdict']}\nreport {directory}/report.html\n{last_line(summary)}\n")
             log_report(config, directory, summary)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

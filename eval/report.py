@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from data.disk import writing
 from eval import metrics
 from eval.records import Evaluation, PromptResult, Timing
 from eval.report_page import html_page, markdown_page
@@ -239,5 +240,9 @@ def _plain_json(value: Any) -> Any:
 def write_whole(path: Path, text: str) -> None:
     """Whole or not at all: an earlier file stays if this one cannot be written."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    with writing(path, "run again"):
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)

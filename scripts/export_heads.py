@@ -18,6 +18,7 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
+from data.disk import writing
 from eval.config import from_hydra, heads_as_source
 from eval.lineage import Item, check_tracker, heads_item, log_job
 from eval.parity.certificate import GOLDEN_FILE, PARITY_FILE
@@ -48,6 +49,11 @@ class ExportConfig:
         kinds_of(self.format)
         if self.target_gguf is not None and self.format != "llama.cpp":
             raise ValueError(f"target_gguf={self.target_gguf} is for format=llama.cpp, not for format={self.format}")
+        if self.model.adapter is not None:
+            raise ValueError(
+                f"model.adapter={self.model.adapter} is merged in memory only, and engines serve a directory; write it "
+                "with scripts/merge_adapter.py and give that as model.path"
+            )
 
 
 def export(config: ExportConfig) -> None:
@@ -63,17 +69,18 @@ def export(config: ExportConfig) -> None:
         heads = load_heads(source, target, allow_other_weights=config.allow_other_weights)
         certify(folder, heads, target, config.format)
 
-    done = WRITERS[kind](
-        source,
-        output,
-        target,
-        config.format,
-        dtype=config.dtype,
-        expand_vocabulary=config.expand_vocabulary,
-        allow_other_weights=config.allow_other_weights,
-        companion=Companion((PARITY_FILE, GOLDEN_FILE), write_certificate),
-        **({} if config.target_gguf is None else {"target_gguf": Path(config.target_gguf)}),
-    )
+    with writing(output, "export again; heads that were there before stay"):
+        done = WRITERS[kind](
+            source,
+            output,
+            target,
+            config.format,
+            dtype=config.dtype,
+            expand_vocabulary=config.expand_vocabulary,
+            allow_other_weights=config.allow_other_weights,
+            companion=Companion((PARITY_FILE, GOLDEN_FILE), write_certificate),
+            **({} if config.target_gguf is None else {"target_gguf": Path(config.target_gguf)}),
+        )
     console = Console(soft_wrap=True, highlight=False)
     for file in done.files:
         console.print(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB)", markup=False)

@@ -17,10 +17,12 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from omegaconf import OmegaConf
 
+from data.disk import writing
 from eval.lineage import CONFIG_FILE, RUN_FILE
 from train.config import TrainConfig
 
-PACKAGES = ("accelerate", "safetensors", "tokenizers", "torch", "transformers")
+GO_ON = "go on with resume=true"
+PACKAGES = ("accelerate", "peft", "safetensors", "tokenizers", "torch", "transformers")
 
 
 def open_directory(config: TrainConfig, accelerator: Accelerator) -> Path:
@@ -40,7 +42,7 @@ def open_directory(config: TrainConfig, accelerator: Accelerator) -> Path:
                 "another run_name"
             )
         else:
-            directory.mkdir(parents=True, exist_ok=True)
+            problem = _made(directory)
     # One process decides for all: the others might look after the first has made the directory.
     (problem,) = broadcast_object_list([problem])
     if problem:
@@ -48,16 +50,30 @@ def open_directory(config: TrainConfig, accelerator: Accelerator) -> Path:
     return directory
 
 
+def _made(directory: Path) -> str:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"output_dir={directory} cannot be made ({error}); give a directory that may be written to"
+    return ""
+
+
 def record(config: TrainConfig, directory: Path, facts: dict[str, Any]) -> str:
     """Write config.yaml and add this start to run.json; returns the run's id, the same after each resume."""
-    (directory / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(config.resolved())))
+    write_whole(directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(config.resolved())))
     path = directory / RUN_FILE
     run = json.loads(path.read_text()) if path.exists() else {"id": uuid.uuid4().hex[:8], "starts": []}
     run["starts"].append({**circumstances(), **facts})
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(run, indent=2) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(run, indent=2) + "\n")
     return run["id"]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of the run's directory; killed amid it, the process leaves the file that was there."""
+    temporary = path.with_name(f".{path.name}")
+    with writing(path, GO_ON):
+        temporary.write_text(text)
+        os.replace(temporary, path)
 
 
 def circumstances() -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+from data.disk import writing
 from eval.lineage import METRICS_FILE, PROJECT, heads_item, offline_mode
 from train.config import TrainConfig
+from train.provenance import GO_ON, write_whole
 
 
 class Tracking:
@@ -35,7 +36,7 @@ class Tracking:
         """Write one row; `step` counts the optimiser steps done."""
         self.accelerator.log(values, step=step)
         if self.accelerator.is_main_process:
-            with self.path.open("a") as file:
+            with writing(self.path, GO_ON), self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
 
     def log_heads(self, heads: Path) -> None:
@@ -75,9 +76,7 @@ def cut_rows(path: Path, step: int) -> None:
         if not line.endswith("\n") or json.loads(line)["step"] > step:
             break
         kept.append(line)
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)
+    write_whole(path, "".join(kept))
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, int | float | str | bool]:

@@ -12,13 +12,12 @@ import hydra
 from omegaconf import DictConfig
 
 from eval.threads import use_threads
-from train.checkpoint import SaveError
 from train.config import from_hydra
 from train.display import configure_logging, console
 from train.loop import train
 
 CONF = str(Path(__file__).parents[1] / "conf")  # absolute: works as a script and with -m
-USER_ERRORS = (ValueError, FloatingPointError, SaveError)  # their messages say what to do
+USER_ERRORS = (ValueError, FloatingPointError, OSError)  # their messages say what to do
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="train")

@@ -3,9 +3,6 @@
 import os
 import random
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,39 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from data import feature_writer
+from data import disk
 from data.feature_plan import HEADER_BYTES, Plan, make_plan
 from data.feature_precision import decode, encode
 from data.feature_writer import StoreWriter
 from data.features import FeatureStore, Layout, checksum_path, shard_path
 from data.prepared import PreparedData, Summary
 
-CHECKOUT = Path(__file__).parents[2]
 TAPS, WIDTH = ("post_block[1]", "final_norm"), 16
-KILLER = """
-import os, random, signal, sys, time
-from pathlib import Path
-from tests.data.test_features import fill, make_store_plan
-
-root, kills, draw = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
-plan = make_store_plan("float32")
-began = time.monotonic()
-fill(root / "straight", plan)
-seconds = time.monotonic() - began
-killed = stores = 0
-while killed < kills:
-    child = os.fork()
-    if child == 0:
-        fill(root / f"killed-{stores}", plan)
-        os._exit(0)
-    time.sleep(draw.uniform(0, seconds))
-    os.kill(child, signal.SIGKILL)
-    if os.WIFSIGNALED(os.waitpid(child, 0)[1]):
-        killed += 1
-    else:
-        stores += 1  # it was done: the next one starts afresh
-fill(root / f"killed-{stores}", plan)
-"""
 
 
 def make_prepared(samples: list[tuple[list[int], list[int]]]) -> PreparedData:
@@ -151,13 +123,13 @@ def test_the_room_is_known_beforehand(tmp_path, precision):
 def test_a_full_disk_is_refused_before_the_first_byte(tmp_path, monkeypatch):
     plan = make_store_plan("float32")
     need = sum(plan.shard_bytes(number) for number in range(plan.index.shards))
-    monkeypatch.setattr(feature_writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=need - 1))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=need - 1))
     with pytest.raises(ValueError, match=r"the features need 0\.00 GB in .*store, 0\.00 GB are free; free some"):
         fill(tmp_path / "deep" / "store", plan)
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(feature_writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=need))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=need))
     fill(tmp_path / "deep" / "store", plan)
-    monkeypatch.setattr(feature_writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     fill(tmp_path / "deep" / "store", plan)  # nothing is missing, so nothing is needed
 
 
@@ -226,48 +198,3 @@ def test_two_writers_do_not_meet(tmp_path):
         StoreWriter(tmp_path / "store", plan).open(),
     ):
         pass
-
-
-class StopError(Exception):
-    pass
-
-
-@pytest.mark.parametrize("call", ["replace", "fsync"])
-def test_a_stop_between_any_two_writes_changes_nothing(tmp_path, monkeypatch, call):
-    """The process ends at the n-th rename or fsync, for every n; the next one ends where a straight run does."""
-    plan, original = make_store_plan("float32", some_samples(4)), getattr(os, call)
-    assert plan.index.shards > 1
-    fill(tmp_path / "straight", plan)
-    stops = 0
-    while True:
-        left = [stops]
-
-        def stopping(*arguments, left=left):
-            if left[0] == 0:
-                raise StopError
-            left[0] -= 1
-            return original(*arguments)
-
-        store = tmp_path / "stopped"
-        with monkeypatch.context() as patch:
-            patch.setattr(feature_writer.os, call, stopping)
-            try:
-                fill(store, plan)
-                break
-            except StopError:
-                stops += 1
-        fill(store, plan)
-        assert content(store) == content(tmp_path / "straight")
-        shutil.rmtree(store)
-    assert stops > 2 * plan.index.shards
-
-
-@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path, kills):
-    command = [sys.executable, "-c", KILLER, str(tmp_path), str(kills), str(kills)]
-    done = subprocess.run(command, cwd=CHECKOUT, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    stores = sorted(tmp_path.glob("killed-*"))
-    assert stores
-    for store in stores:
-        assert content(store) == content(tmp_path / "straight")

@@ -102,6 +102,11 @@ def test_the_kind_of_the_heads_decides_what_a_format_means(run, tmp_path, kind, 
             r"error: target_gguf=target\.gguf is for format=llama\.cpp, not for format=vllm",
         ),
         (
+            "export_heads",
+            ["heads=run", "format=vllm", "model.adapter=run/adapter"],
+            r"error: model\.adapter=run/adapter is merged in memory only, .*write it with scripts/merge_adapter\.py",
+        ),
+        (
             "import_heads",
             ["source=run", "format=vllm", "kind=medusa", "output=x"],
             r"error: run/config\.json does not exist",

@@ -1,25 +1,16 @@
 """The extraction as users run it: one closing line, nothing twice, and a clean message for what cannot be done."""
 
 import json
-import os
-import random
 import re
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
 
-from data import feature_writer
+from data import disk
 from scripts.extract_features import ExtractConfig, extract
 from tests.test_configs import CONF
 from train.config import with_heads
-
-SCRIPT = CONF.parent / "scripts" / "extract_features.py"
 
 
 @pytest.fixture
@@ -47,10 +38,6 @@ def composed(overrides: list[str]) -> ExtractConfig:
         return with_heads(ExtractConfig, compose("extract", overrides=overrides))
 
 
-def content(directory: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in directory.iterdir()}
-
-
 def test_features_are_written_once_and_the_last_line_says_what_they_take(overrides, tmp_path, capsys):
     config = composed([*overrides, f"output={tmp_path / 'features'}"])
     directory = extract(config)
@@ -73,7 +60,7 @@ def test_features_are_written_once_and_the_last_line_says_what_they_take(overrid
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(overrides, tmp_path, monkeypatch):
-    monkeypatch.setattr(feature_writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(ValueError, match=r"^the features need 0\.00 GB in .* give another output="):
         extract(composed([*overrides, f"output={tmp_path / 'features'}"]))
     assert not (tmp_path / "features").exists()
@@ -91,27 +78,3 @@ def test_a_wrong_setting_is_named(overrides, override, said):
     override = f"+{override}" if "heads" in override else override
     with pytest.raises(ValueError, match=re.escape(said)):
         composed([*overrides, override])
-
-
-@pytest.mark.slow
-def test_the_script_killed_ten_times_at_random_moments_ends_with_the_same_bytes(overrides, tmp_path):
-    draw, killed = random.Random(0), 0
-    straight = extract(composed([*overrides, f"output={tmp_path / 'straight'}"]))
-    root = tmp_path / "killed"
-    command = [sys.executable, str(SCRIPT), *overrides]
-    while killed < 10:
-        # Half of the kills come while the target is loaded: what they leave must not matter either.
-        process = subprocess.Popen([*command, f"output={root}"], cwd=CONF.parent, stdout=subprocess.DEVNULL)
-        while process.poll() is None and not list(root.glob("*/index.json")):
-            time.sleep(0.002)
-        time.sleep(draw.uniform(0, 0.3 if killed % 2 else 8))
-        process.send_signal(signal.SIGKILL)
-        if process.wait() == -signal.SIGKILL:
-            killed += 1
-        else:  # it was done
-            assert process.returncode == 0
-            root = tmp_path / f"killed-{killed}"
-    done = extract(composed([*overrides, f"output={root}"]))
-    assert done.name == straight.name
-    assert content(done) == content(straight)
-    assert not [name for name in os.listdir(done) if name.startswith(".")]
