@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eval.accept import Accepted, accept_greedy, accept_sampling, accept_typical
@@ -127,7 +128,7 @@ def speculative_generate(
         accepted = accept(draft, logits_NV)
         path, tokens = accepted.to_host(draft.tokens_N)
         emitted = stopper.push(tokens)
-        path_P = torch.tensor([0, *path], device=root.device)
+        path_P = F.pad(accepted.path_D[: len(path)], (1, 0))  # node 0 is the root
         cache.commit(path_P)
         drafter.observe(features, path_P)
         root = accepted.token
