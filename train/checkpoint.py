@@ -3,9 +3,11 @@
     <run>/checkpoints/step-000123/
         config.json, model.safetensors   the heads, as `heads.layout.save_heads` writes them
         optimizer.safetensors            AdamW's moments by parameter name
+        adapter_config.json, adapter_model.safetensors   the target's adapter, in a run that trains one
         state.json                       scalars, and the sha256 of the other files
 
-A checkpoint is written beside, synced and renamed; hashes are checked before it is used. Nothing is pickled.
+A checkpoint is written beside, synced and renamed; hashes are checked before it is used. Nothing is pickled. One that
+is replaced or removed is first renamed to a hidden name, so that a kill leaves each whole, or hidden to be tidied up.
 There is no random state to save: batches and seeds are functions of the step number.
 """
 
@@ -20,14 +22,17 @@ from typing import Any
 
 from torch import Tensor
 
+from data.disk import remedy
 from data.prepared import file_sha256
 from heads.export.files import CONFIG_FILE, replacing, write_tensors
 from heads.family import DraftHeads
 from heads.identity import TargetIdentity
 from heads.layout import WEIGHTS_FILE, save_heads
+from train.adapter import ADAPTER_FILES, DRIFT_FILE, Adapter
 
 logger = logging.getLogger(__name__)
 
+REPLACED = ".replaced-"
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
 
 
@@ -37,7 +42,9 @@ class SaveError(OSError):
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands after `step` steps. `tau` was measured at this step, None if it was not.
+    """Where a run stands after `step` steps, `skipped` of which changed nothing.
+
+    `tau` was measured at this step, None if it was not.
 
     `fixed` holds the settings that the rest of the run must share; `window` the sums since the last log.
     """
@@ -47,11 +54,17 @@ class RunState:
     tau: float | None
     window: dict[str, Any]
     fixed: dict[str, Any]
+    skipped: int = 0
     hashes: dict[str, str] = field(default_factory=dict)
 
 
 def save(
-    root: Path, heads: DraftHeads, optimizer: dict[str, Tensor], state: RunState, identity: TargetIdentity
+    root: Path,
+    heads: DraftHeads,
+    optimizer: dict[str, Tensor],
+    state: RunState,
+    identity: TargetIdentity,
+    adapter: Adapter | None = None,
 ) -> Path:
     """Write one checkpoint below `root` and return its directory.
 
@@ -59,30 +72,36 @@ def save(
         SaveError: if the disk is full or refuses; checkpoints written before stay.
     """
     final = root / f"step-{state.step:06d}"
-    temporary = root / f".writing-{final.name}"
+    temporary, replaced = root / f".writing-{final.name}", root / f"{REPLACED}{final.name}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _remove_unfinished(root)
+        _tidy(root)
         save_heads(heads, temporary, identity, {"data_digest": state.fixed["data"]})
         write_tensors(temporary / OPTIMIZER_FILE, optimizer)
+        if adapter is not None:
+            adapter.save(temporary)
         hashes = {path.name: file_sha256(path) for path in sorted(temporary.iterdir())}
         (temporary / STATE_FILE).write_text(json.dumps({**asdict(state), "hashes": hashes}, indent=1) + "\n")
         _sync([*temporary.iterdir(), temporary])
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            os.rename(final, replaced)
         os.rename(temporary, final)
         _sync([root])
     except OSError as error:
-        free_gb = shutil.disk_usage(root).free / 1e9 if root.exists() else 0.0
-        _remove_unfinished(root)
+        if replaced.exists() and not final.exists():
+            os.rename(replaced, final)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise SaveError(
-            f"checkpoint {final} could not be written ({error}); {free_gb:.1f} GB are free there. Make room, "
-            f"then go on with resume=true from {_name_of_last(root)}"
+            f"checkpoint {final} could not be written ({error}); {remedy(root)}, then go on with resume=true from "
+            f"{_name_of_last(root)}"
         ) from error
+    shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
 def set_aside_damaged(root: Path) -> None:
-    """Rename checkpoints that are not what was written to `damaged-...`, and warn why."""
+    """Tidy up; rename checkpoints that are not what was written to `damaged-...`, and warn why."""
+    _tidy(root)
     for directory in checkpoints(root):
         problem = damage(directory)
         if problem is not None:
@@ -107,7 +126,9 @@ def prune(root: Path, keep_last: int) -> None:
     kept = {*every[-keep_last:], best(root)}
     for directory in every:
         if directory not in kept:
-            shutil.rmtree(directory)
+            removed = root / f".removed-{directory.name}"
+            os.rename(directory, removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -154,13 +175,25 @@ def copy_heads(checkpoint: Path, destination: Path) -> None:
             shutil.copyfile(checkpoint / name, fresh / name)
 
 
+def copy_adapter(checkpoint: Path, destination: Path) -> None:
+    """Copy the adapter of a checkpoint; an older one there is replaced, with what was measured of it."""
+    with replacing(destination, (*ADAPTER_FILES, DRIFT_FILE)) as fresh:
+        for name in ADAPTER_FILES:
+            shutil.copyfile(checkpoint / name, fresh / name)
+
+
 def _name_of_last(root: Path) -> str:
     last = checkpoints(root)[-1:]
     return str(last[0]) if last else "the start: there is no checkpoint yet"
 
 
-def _remove_unfinished(root: Path) -> None:
-    for path in root.glob(".*"):  # also what a killed process left
+def _tidy(root: Path) -> None:
+    """Remove what a killed process left unfinished; a checkpoint that it had not replaced yet comes back."""
+    for path in root.glob(f"{REPLACED}*"):
+        final = root / path.name.removeprefix(REPLACED)
+        if not final.exists():
+            os.rename(path, final)
+    for path in root.glob(".*"):
         shutil.rmtree(path, ignore_errors=True)
 
 

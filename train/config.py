@@ -9,7 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 from data.shards import DataConfig
 from eval.config import from_hydra as convert
 from heads import HEADS
+from heads.eagle import EagleConfig
 from heads.target import TargetConfig
+from train.adapter import AdapterConfig
 
 Config = TypeVar("Config")
 
@@ -19,7 +21,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("steps batch_size micro_batch_size log_every keep_last eval_tokens init_tokens", lambda v: v >= 1, "at least 1"),
     ("eval_every save_every eval_prompts weight_decay", lambda v: v >= 0, "at least 0; 0 is for none"),
     ("epochs max_seconds lr clip_norm", lambda v: v > 0, "above 0"),
-    ("warmup_ratio min_lr_ratio", lambda v: 0 <= v <= 1, "in [0, 1]; it is a share"),
+    ("warmup_ratio min_lr_ratio max_skipped", lambda v: 0 <= v <= 1, "in [0, 1]; it is a share"),
     ("beta1 beta2", lambda v: 0 <= v < 1, "in [0, 1); 0.9 and 0.95 are customary"),
 )
 
@@ -37,6 +39,9 @@ class TrainerConfig:
         that the target costs.
     features: a directory that scripts/extract_features.py wrote for this target, these heads and this data; the
         target's decoder is then not run in training.
+    max_skipped: the largest share of the steps done so far that may be skipped. A step whose loss or gradient is not
+        finite is skipped: no weight and no moment changes, the learning rate goes on. One step always may be skipped,
+        unless this is 0.
     precision: what heads compute in; their masters and the optimiser are float32 always. "auto" is the dtype of
         the target, in which they will be served.
     eval_every, save_every: in steps; 0 is only at the end. A measured step is saved too.
@@ -56,6 +61,7 @@ class TrainerConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     clip_norm: float = 1.0
+    max_skipped: float = 0.01
     precision: str = "auto"
     log_every: int = 10
     eval_every: int = 0
@@ -83,6 +89,10 @@ class TrainerConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"trainer.{name}={getattr(self, name)} must be one of {', '.join(choices)}")
 
+    def may_skip(self, skipped: int, done: int) -> bool:
+        """Whether a run may go on after it has skipped `skipped` of `done` steps."""
+        return skipped <= self.max_skipped * done or (skipped == 1 and self.max_skipped > 0)
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -94,6 +104,7 @@ class TrainConfig:
     run_name: str
     output_dir: str
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    adapter: AdapterConfig | None = None  # Medusa-2: train a LoRA adapter on the target, too
     threads: int | None = None  # CPU threads of a process; None shares the cores among the processes
     seed: int = 0
     resume: bool = False
@@ -105,6 +116,27 @@ class TrainConfig:
             raise ValueError(
                 "data.heldout=[] must name prompts to measure tau on; give a source, or set trainer.eval_prompts=0"
             )
+        if self.adapter is not None:
+            self._check_adapter()
+
+    def _check_adapter(self) -> None:
+        problem = ""
+        if self.trainer.keep_features:
+            problem = "trainer.keep_features=true keeps features that change with it; set it to false"
+        elif self.trainer.features is not None:
+            problem = f"trainer.features={self.trainer.features} was stored from the original; set it to null"
+        elif self.model.adapter is not None:
+            problem = (
+                f"model.adapter={self.model.adapter} is on the target already; merge that one with "
+                "scripts/merge_adapter.py, give the result as model.path=... and set model.adapter=null"
+            )
+        elif isinstance(self.heads, EagleConfig) and self.heads.regression_weight:
+            problem = (
+                f"heads.regression_weight={self.heads.regression_weight} makes the target's features labels, which "
+                "the target could then make easy to guess; set it to 0, or choose other heads"
+            )
+        if problem:
+            raise ValueError(f"adapter: the target is trained here, but {problem}")
 
     @property
     def kind(self) -> str:
@@ -137,5 +169,8 @@ def with_heads(base: type[Config], composed: DictConfig | dict[str, Any]) -> Con
         raise ValueError(f"heads.kind={heads.get('kind')} must be one of {', '.join(HEADS)}; choose with heads=<name>")
     family = HEADS[heads.pop("kind")].config_class
     # The family decides the type of `heads`, so that its keys are checked like all others and named in full.
-    schema = make_dataclass(base.__name__, [("heads", family)], bases=(base,), frozen=True)
+    typed: list[Any] = [("heads", family)]
+    if values.get("adapter") is not None:  # the merge cannot fill what may be None
+        typed.append(("adapter", AdapterConfig, field(default_factory=AdapterConfig)))
+    schema = make_dataclass(base.__name__, typed, bases=(base,), frozen=True)
     return convert(schema, OmegaConf.create(values))

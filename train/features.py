@@ -51,8 +51,23 @@ class FeatureSource:
             return self._prefetched(batch)
         if self.keep:
             return self._assemble(batch, self.target.device)
+        return self.run(batch)
+
+    def run(self, batch: Batch) -> dict[str, Tensor]:
+        """What the target gives on the batch itself; with gradients if it is trained and they are on."""
         features = self.target.features(batch.ids_BT, batch.positions_BT, batch.documents_BT, self.taps)
         return {tap: features[tap].to(self.dtype) for tap in self.taps}
+
+    def begin(self, fraction: float) -> None:
+        """A step begins, with `fraction` of the run done; a frozen target does not care."""
+
+    def own_loss(self, batch: Batch, features: dict[str, Tensor], step: Step) -> Tensor:
+        """The target's own loss on a batch of `step`, beside that of the heads: 0 while it is frozen."""
+        return torch.zeros((), device=self.target.device)
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to log of the target itself."""
+        return {}
 
     def ahead(self, steps: Iterator[Step]) -> Iterator[Step]:
         """The same steps; while a batch is worked on, a thread reads the next one's features from the store."""

@@ -1,12 +1,13 @@
 """The loop that fits heads: step, log, measure, save."""
 
+import math
 import time
 from pathlib import Path
 
 from train.config import TrainConfig
 from train.optimizer import set_learning_rate
 from train.run import start_run
-from train.step import accumulate_gradients, check_finite, check_synchronised, seed_step
+from train.step import accumulate_gradients, check_synchronised, describe_fault, seed_step
 
 # Shapes: S statistics (heads.objectives.Statistics), K heads
 
@@ -16,7 +17,7 @@ def train(config: TrainConfig) -> Path:
 
     Raises:
         ValueError: for a setting, a source or a run directory that cannot be used.
-        FloatingPointError: if a loss or its gradient is not finite; nothing is saved after it.
+        FloatingPointError: if more steps are skipped than `trainer.max_skipped` allows; nothing is saved after it.
         SaveError: if a checkpoint cannot be written.
     """
     run, trainer = start_run(config), config.trainer
@@ -27,13 +28,16 @@ def train(config: TrainConfig) -> Path:
                 break
             began = time.monotonic()
             seed_step(config.seed, step.number, run.accelerator.process_index)
+            run.source.begin(fraction)
             loss, statistics_SK = accumulate_gradients(step, run.source, run.parallel)
             rate = set_learning_rate(run.parallel.optimizer, fraction, trainer)
             norm = run.parallel.update()
-            check_finite(loss, norm.item(), step, run.loader.step_rows(step.number), run.saved)
             check_synchronised(norm, run.accelerator)
-            seconds = time.monotonic() - began
-            run.count(loss, norm.item(), statistics_SK, step.whole.num_supervised, seconds)
+            seconds, grad_norm = time.monotonic() - began, norm.item()
+            if math.isfinite(grad_norm):
+                run.count(loss, grad_norm, statistics_SK, step.whole.num_supervised, seconds)
+            else:
+                run.skip(describe_fault(loss, grad_norm, step, run.loader.step_rows(step.number)))
             run.display.advance(run.done, fraction)
 
             if _is_due(run.done, trainer.log_every):

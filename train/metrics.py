@@ -49,9 +49,14 @@ class Window:
         self.seconds += seconds
 
     def metrics(self) -> dict[str, float]:
-        """Means over the window. A rate without a case to count is left out, not shown as 0 or NaN."""
+        """Means over the steps that were not skipped.
+
+        A rate without a case to count is left out, not shown as 0 or NaN.
+        """
         sums = Statistics(*self.statistics_SK)
-        values = {"train/loss": self.loss / self.steps, "train/grad_norm": self.grad_norm / self.steps}
+        values: dict[str, float] = {}
+        if self.steps:  # none if all steps of the window were skipped
+            values |= {"train/loss": self.loss / self.steps, "train/grad_norm": self.grad_norm / self.steps}
         _put(values, "train/ce", sums.ce.sum(), sums.in_vocab.sum())
         if sums.kl.any():  # all zeros: not computed, since nothing weighs it
             _put(values, "train/kl", sums.kl.sum(), sums.labels.sum())

@@ -1,8 +1,10 @@
-"""AdamW on the heads alone, and a learning rate that is a pure function of how much of the run is done."""
+"""AdamW on what is trained, and a learning rate that is a pure function of how much of the run is done."""
 
 import logging
 import math
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +31,18 @@ def build_optimizer(trainable: dict[str, nn.Parameter], config: TrainerConfig) -
     """AdamW with float32 moments. Biases and norms are not decayed."""
     plain = [name for name in trainable if "bias" in name or "norm" in name]
     groups = [
-        {
-            "params": [trainable[name] for name in trainable if name not in plain],
-            "weight_decay": config.weight_decay,
-        },
-        {"params": [trainable[name] for name in plain], "weight_decay": 0.0},
+        trained_group([trainable[name] for name in trainable if name not in plain], config.weight_decay),
+        trained_group([trainable[name] for name in plain], 0.0),
     ]
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=betas, fused=True)
+
+
+def trained_group(
+    parameters: Sequence[nn.Parameter], weight_decay: float, lr_ratio: float = 1.0, starts: float = 0.0
+) -> dict[str, Any]:
+    """Parameters that learn at `lr_ratio` times the learning rate, from the share `starts` of the run on."""
+    return {"params": list(parameters), "weight_decay": weight_decay, "lr_ratio": lr_ratio, "starts": starts}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, trainable: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -77,11 +83,11 @@ def learning_rate(fraction: float, config: TrainerConfig) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, fraction: float, config: TrainerConfig) -> float:
-    """Set the learning rate of the coming step and return it."""
-    rate = learning_rate(fraction, config)
+    """Set the learning rates of the coming step and return that of the heads."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
-    return rate
+        own_fraction = (fraction - group["starts"]) / (1.0 - group["starts"])
+        group["lr"] = group["lr_ratio"] * learning_rate(max(own_fraction, 0.0), config)
+    return learning_rate(fraction, config)
 
 
 class Clock:

@@ -10,22 +10,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data.batches import BatchLoader
+from data.disk import writing
 from eval.benchmark import measure_tau
 from eval.prompts import EvalPrompt
 from heads.identity import TargetIdentity, identify
-from heads.layout import load_heads
 from heads.target import Target
 from train import checkpoint, start
+from train.adapter import Adapter
 from train.checkpoint import RunState
 from train.config import TrainConfig, TrainerConfig
 from train.display import Display
+from train.drift import hand_out_adapter
 from train.features import FeatureSource
 from train.launch import join_processes
 from train.metrics import Window, memory_gb
 from train.optimizer import Clock, trainable_parameters
 from train.parallel import Parallel
-from train.provenance import open_directory, record
-from train.stored_features import open_source
+from train.provenance import GO_ON, open_directory, record
 from train.tracking import Tracking
 from train.warm_start import warm_start
 
@@ -42,6 +43,7 @@ class Run:
     accelerator: Accelerator
     directory: Path
     target: Target
+    adapter: Adapter | None  # of the target, in a run that trains one
     identity: TargetIdentity
     prompts: list[EvalPrompt]
     loader: BatchLoader
@@ -53,7 +55,8 @@ class Run:
     clock: Clock
     fixed: dict[str, Any]
     window: Window
-    done: int  # steps
+    done: int  # steps, the skipped ones included
+    skipped: int  # steps, since their loss or gradient was not finite
     saved: int  # the step of the last checkpoint, -1 before the first
     tau: float | None  # measured after step `done`, None if it was not
 
@@ -71,9 +74,30 @@ class Run:
         self.window.add(loss, grad_norm, statistics_SK, tokens, seconds)
         self.done, self.tau = self.done + 1, None
 
+    def skip(self, fault: str) -> None:
+        """Count one step done that changed nothing, since its loss or gradient was not finite: `fault` describes it.
+
+        Raises:
+            FloatingPointError: if it is one too many; the trainer's config states the rule.
+        """
+        self.skipped += 1
+        self.done, self.tau = self.done + 1, None
+        if not self.trainer.may_skip(self.skipped, self.done):
+            raise FloatingPointError(
+                f"{fault}. It is not saved (last checkpoint: {f'step {self.saved}' if self.saved >= 0 else 'none'}), "
+                f"and {self.skipped} of {self.done} steps were skipped, more than trainer.max_skipped="
+                f"{self.trainer.max_skipped} allows. Lower trainer.lr, lengthen trainer.warmup_ratio, or look at these "
+                "samples"
+            )
+        if self.accelerator.is_main_process:
+            logger.warning(
+                "%s. It is skipped, as %d of %d steps are: look at these samples", fault, self.skipped, self.done
+            )
+
     def log_window(self, rate: float) -> None:
         """Log the steps since the last time; `rate` is the latest learning rate."""
-        self._log({**self.window.metrics(), "train/lr": rate, "train/memory_gb": memory_gb()})
+        metrics = {**self.window.metrics(), **self.source.metrics()}
+        self._log({**metrics, "train/skipped": self.skipped, "train/lr": rate, "train/memory_gb": memory_gb()})
         self.window = Window.empty(self.depth)
 
     def measure(self) -> None:
@@ -90,8 +114,11 @@ class Run:
         """Save all that the rest of the run depends on; the other processes wait."""
         heads, moments = self.parallel.gather_heads(), self.parallel.gather_moments()
         if self.accelerator.is_main_process:
-            state = RunState(self.done, self.clock.seconds, self.tau, self.window.to_json(), self.fixed)
-            checkpoint.save(self.root, heads, moments, state, self.identity)
+            state = RunState(self.done, self.clock.seconds, self.tau, self.window.to_json(), self.fixed, self.skipped)
+            if self.adapter is not None:
+                self.adapter.sign()
+                self.identity = identify(self.target)
+            checkpoint.save(self.root, heads, moments, state, self.identity, self.adapter)
             checkpoint.prune(self.root, self.trainer.keep_last)
         self.saved = self.done
         self.accelerator.wait_for_everyone()
@@ -106,8 +133,12 @@ class Run:
         if self.accelerator.is_main_process:
             best = checkpoint.best(self.root)
             assert best is not None
-            checkpoint.copy_heads(best, handed_out)
+            with writing(handed_out, GO_ON):
+                checkpoint.copy_heads(best, handed_out)
             logger.info("%s: %s, tau %s", handed_out, best.name, checkpoint.read_state(best).tau)
+            if self.adapter is not None:
+                tokens, bar = self.trainer.eval_tokens, self.display.bar
+                hand_out_adapter(self.adapter, best, self.directory / "adapter", self.prompts, tokens, bar)
         self.parallel.close()
         self.tracking.log_heads(handed_out)
         self.tracking.close()
@@ -127,33 +158,28 @@ def start_run(config: TrainConfig) -> Run:
     accelerator = join_processes(config)
     directory = open_directory(config, accelerator)
     target = start.load_frozen_target(config, accelerator)
+    adapter = start.build_adapter(config, target)
     prepared = start.load_data(config, target, accelerator)
     loader = start.build_loader(config, target, prepared, accelerator)
     num_steps = start.count_steps(config, loader)
     fixed = start.fixed_settings(config, prepared)
 
     resumed = start.newest_checkpoint(directory / "checkpoints", accelerator) if config.resume else None
-    if resumed is None:
-        heads = start.build_heads(config, target, prepared)
-        state = RunState(0, 0.0, None, Window.empty(heads.depth).to_json(), fixed)
-    else:
-        state = checkpoint.read_state(resumed)
-        checkpoint.check_fixed(state.fixed, fixed)
-        heads = load_heads(resumed, target)
+    heads, state = start.open_heads(config, target, adapter, prepared, resumed, fixed)
     trainable_parameters(heads, target)
     identity, run_id = identify(target), ""
     if accelerator.is_main_process:
         facts = {"from_step": state.step, "data_digest": prepared.digest, "target": asdict(identity)}
         run_id = record(config, directory, {**facts, **heads.describe()})
-    dtype, trainer = start.compute_dtype(config.trainer.precision, target), config.trainer
-    source = open_source(target, heads, prepared, dtype, trainer.keep_features, trainer.features)
+    trainer = config.trainer
+    source = start.build_source(config, target, adapter, heads, prepared)
     display = Display(num_steps, accelerator.is_main_process)
     clock = Clock(num_steps, trainer.max_seconds, state.seconds)  # the warm start's time counts
     if state.step == 0:
         with display:
             warm_start(heads, loader, source, trainer.init_tokens, accelerator, display)
 
-    parallel = start.parallelise(heads, trainer, accelerator)
+    parallel = start.parallelise(heads, adapter, trainer, accelerator)
     if resumed is not None:
         parallel.restore(load_file(resumed / checkpoint.OPTIMIZER_FILE))
     logger.info("%s: %d steps of %d rows, %d an epoch", directory, num_steps, loader.batch_size, loader.steps_per_epoch)
@@ -162,6 +188,7 @@ def start_run(config: TrainConfig) -> Run:
         accelerator=accelerator,
         directory=directory,
         target=target,
+        adapter=adapter,
         identity=identity,
         prompts=start.load_probes(config, target),
         loader=loader,
@@ -174,6 +201,7 @@ def start_run(config: TrainConfig) -> Run:
         fixed=fixed,
         window=Window.from_json(state.window),
         done=state.step,
+        skipped=state.skipped,
         saved=-1 if resumed is None else state.step,
         tau=state.tau,
     )

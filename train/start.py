@@ -16,10 +16,18 @@ from data.shards import prepare
 from eval.prompts import EvalPrompt, load_prompts
 from heads import HEADS, vocabulary
 from heads.family import DraftHeads
+from heads.layout import load_heads
 from heads.target import DTYPES, Target, load_target, preferred_dtype
 from train import checkpoint
+from train.adapted_features import AdaptedFeatures
+from train.adapter import Adapter
+from train.checkpoint import RunState
 from train.config import TrainConfig, TrainerConfig
+from train.features import FeatureSource
+from train.joint import Joint
+from train.metrics import Window
 from train.parallel import FullySharded, Parallel, Replicated
+from train.stored_features import open_source
 from train.zero import Zero
 
 logger = logging.getLogger(__name__)
@@ -28,9 +36,34 @@ SHARDED = {DistributedType.DEEPSPEED: Zero, DistributedType.FSDP: FullySharded}
 
 
 def load_frozen_target(config: TrainConfig, accelerator: Accelerator) -> Target:
-    """Load the target whose chat template gets the data's options on top of the model's, for tau's prompts too."""
+    """Load the target whose chat template gets the data's options on top of the model's, for tau's prompts too.
+
+    Raises:
+        ValueError: if the target cannot be loaded, or was to be trained in parts.
+    """
+    if config.adapter is not None and accelerator.distributed_type in SHARDED:
+        raise ValueError(
+            f"adapter: {accelerator.distributed_type.value} would shard the heads but not the adapter that is trained "
+            "with them; launch with conf/accelerate/ddp.yaml, or leave out adapter="
+        )
     template_kwargs = {**config.model.template_kwargs, **config.data.template_kwargs}
-    return load_target(replace(config.model, template_kwargs=template_kwargs), accelerator.device)
+    # Packed layers give no gradients.
+    pack = config.adapter is None
+    return load_target(replace(config.model, template_kwargs=template_kwargs), accelerator.device, pack)
+
+
+def build_adapter(config: TrainConfig, target: Target) -> Adapter | None:
+    """A new adapter on `target`, if the run trains one."""
+    if config.adapter is None:
+        return None
+    adapter = Adapter(target, config.adapter, config.seed)
+    size = sum(parameter.numel() for parameter in adapter.parameters.values())
+    logger.info(
+        "an adapter of %d parameters is trained on the target, which so becomes another model: what the heads fit, and "
+        "what must be served, is the adapted target (scripts/merge_adapter.py)",
+        size,
+    )
+    return adapter
 
 
 def load_data(config: TrainConfig, target: Target, accelerator: Accelerator) -> PreparedData:
@@ -63,8 +96,49 @@ def build_heads(config: TrainConfig, target: Target, prepared: PreparedData) -> 
     return heads.bind(target).initialise()
 
 
-def parallelise(heads: DraftHeads, config: TrainerConfig, accelerator: Accelerator) -> Parallel:
+def open_heads(
+    config: TrainConfig,
+    target: Target,
+    adapter: Adapter | None,
+    prepared: PreparedData,
+    resumed: Path | None,
+    fixed: dict[str, Any],
+) -> tuple[DraftHeads, RunState]:
+    """New heads, or those of the checkpoint `resumed` on the target as it then was; and where the run stands.
+
+    Raises:
+        ValueError: if the checkpoint is of another run.
+    """
+    if resumed is None:
+        heads = build_heads(config, target, prepared)
+        return heads, RunState(0, 0.0, None, Window.empty(heads.depth).to_json(), fixed)
+    state = checkpoint.read_state(resumed)
+    checkpoint.check_fixed(state.fixed, fixed)
+    if adapter is not None:
+        adapter.load(resumed)
+    return load_heads(resumed, target), state
+
+
+def build_source(
+    config: TrainConfig, target: Target, adapter: Adapter | None, heads: DraftHeads, prepared: PreparedData
+) -> FeatureSource:
+    """Where the features for training `heads` come from.
+
+    Raises:
+        ValueError: if they were to come from a store that is not one for this target, these heads and this data.
+    """
+    dtype, trainer = compute_dtype(config.trainer.precision, target), config.trainer
+    if adapter is not None:
+        return AdaptedFeatures(target, heads.training_taps, dtype, adapter)
+    return open_source(target, heads, prepared, dtype, trainer.keep_features, trainer.features)
+
+
+def parallelise(
+    heads: DraftHeads, adapter: Adapter | None, config: TrainerConfig, accelerator: Accelerator
+) -> Parallel:
     """Hand whole heads to the engine that the processes were launched with."""
+    if adapter is not None:
+        return Joint(heads, adapter, config, accelerator)
     return SHARDED.get(accelerator.distributed_type, Replicated)(heads, config, accelerator)
 
 
@@ -100,8 +174,10 @@ def compute_dtype(precision: str, target: Target) -> torch.dtype:
 
 def fixed_settings(config: TrainConfig, prepared: PreparedData) -> dict[str, Any]:
     """What a resumed run must share with its start: other values would mean other heads or other batches."""
+    resolved = config.resolved()
     return {
-        "heads": config.resolved()["heads"],
+        "heads": resolved["heads"],
+        "adapter": resolved["adapter"],
         "data": prepared.digest,
         "data.packing": config.data.packing,
         "trainer.features": config.trainer.features and Path(config.trainer.features).name,

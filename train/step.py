@@ -1,6 +1,5 @@
 """One optimiser step: gradients over all micro-batches and processes, as if they were one batch."""
 
-import math
 import zlib
 from collections.abc import Sequence
 
@@ -17,10 +16,10 @@ from train.parallel import Parallel
 
 
 def accumulate_gradients(step: Step, source: FeatureSource, parallel: Parallel) -> tuple[float, Tensor]:
-    """Add the gradients of `step` to the heads' parameters; returns its loss and statistics [S, K].
+    """Add the gradients of `step` to the trained parameters; returns its loss and statistics [S, K].
 
     Heads compute in the dtype of the features. The results are sums over all processes, the statistics in float64 on
-    the CPU.
+    the CPU. A loss that is not finite leaves gradients that are not either, in all processes.
     """
     accelerator, depth = parallel.accelerator, parallel.heads.depth
     # Every process sees the whole step, so all divide by the same counts without asking each other.
@@ -33,8 +32,11 @@ def accumulate_gradients(step: Step, source: FeatureSource, parallel: Parallel) 
             loss, statistics_SK = parallel.model(
                 features, batch.ids_BT, batch.supervised_BT, batch.documents_BT, batch.positions_BT, counts_K
             )
+            loss = loss + source.own_loss(batch, features, step)
+            # An infinite loss can have finite gradients. Times NaN they are not, and all processes skip the update.
+            one_or_nan = 1 + 0 * loss.detach()
             # Processes average their gradients, but the losses are parts of one sum.
-            parallel.backward(loss * accelerator.num_processes)
+            parallel.backward(loss * accelerator.num_processes * one_or_nan)
         sums.append(torch.cat([loss.detach()[None], statistics_SK.flatten()]).double())
     totals = accelerator.reduce(torch.stack(sums).sum(0), "sum")
     assert isinstance(totals, Tensor)
@@ -52,17 +54,15 @@ def check_synchronised(grad_norm: Tensor, accelerator: Accelerator) -> None:
     norms = accelerator.gather(grad_norm.detach()[None])
     assert isinstance(norms, Tensor)
     assert len(norms) == accelerator.num_processes, "gather reached other processes than the launch"
-    assert torch.allclose(norms, norms[0], rtol=1e-4), f"gradients differ between processes: {norms.tolist()}"
+    assert torch.allclose(norms, norms[0], rtol=1e-4, equal_nan=True), (
+        f"gradients differ between processes: {norms.tolist()}"
+    )
 
 
-def check_finite(loss: float, grad_norm: float, step: Step, rows: Sequence[Sequence[int]], last_saved: int) -> None:
-    """Raise FloatingPointError if a step did not go well; nothing is saved after it."""
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        return
+def describe_fault(loss: float, grad_norm: float, step: Step, rows: Sequence[Sequence[int]]) -> str:
+    """A step that did not go well: which one, its numbers, and the samples in its rows."""
     samples = sorted(index for row in rows for index in row)
-    raise FloatingPointError(
-        f"step {step.number + 1} (epoch {step.epoch}): loss {loss}, gradient norm {grad_norm}; its samples "
-        f"are {samples[:20]}{' ...' if len(samples) > 20 else ''}. It is not saved (last checkpoint: "
-        f"{f'step {last_saved}' if last_saved >= 0 else 'none'}). Lower trainer.lr, lengthen "
-        "trainer.warmup_ratio, or look at these samples"
+    shown = f"{samples[:20]}{' ...' if len(samples) > 20 else ''}"
+    return (
+        f"step {step.number + 1} (epoch {step.epoch}): loss {loss}, gradient norm {grad_norm}; its samples are {shown}"
     )
