@@ -39,6 +39,8 @@ class TrainerConfig:
         that the target costs.
     features: a directory that scripts/extract_features.py wrote for this target, these heads and this data; the
         target's decoder is then not run in training.
+    shard_target: the processes share the target out: each keeps a part of every decoder block (FSDP2), for targets that
+        one GPU does not hold.
     max_skipped: the largest share of the steps done so far that may be skipped. A step whose loss or gradient is not
         finite is skipped: no weight and no moment changes, the learning rate goes on. One step always may be skipped,
         unless this is 0.
@@ -69,6 +71,7 @@ class TrainerConfig:
     init_tokens: int = 65536
     keep_features: bool = False
     features: str | None = None
+    shard_target: bool = False
     keep_last: int = 2
     eval_prompts: int = 16
     eval_tokens: int = 128
@@ -118,6 +121,8 @@ class TrainConfig:
             )
         if self.adapter is not None:
             self._check_adapter()
+        if self.trainer.shard_target:
+            self._check_sharing()
 
     def _check_adapter(self) -> None:
         problem = ""
@@ -137,6 +142,19 @@ class TrainConfig:
             )
         if problem:
             raise ValueError(f"adapter: the target is trained here, but {problem}")
+
+    def _check_sharing(self) -> None:
+        problem = ""
+        if self.trainer.keep_features or self.trainer.features is not None:
+            problem = "all processes must run it equally often; keep or store no features"
+        elif self.adapter is not None:
+            problem = "adapter= trains it; train the adapter on a target that each process holds whole"
+        elif self.model.device_map is not None:
+            problem = f"model.device_map={self.model.device_map} spreads it already; set it to null"
+        elif self.model.quantization is not None:
+            problem = f"parts of quantised weights ({self.model.quantization}) cannot be put together; set it to null"
+        if problem:
+            raise ValueError(f"trainer.shard_target=true shares the target out, but {problem}")
 
     @property
     def kind(self) -> str:

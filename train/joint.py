@@ -45,7 +45,7 @@ class Joint(Parallel):
         for gradient, part in zip(gradients, mean.split([gradient.numel() for gradient in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def gather_heads(self) -> DraftHeads:
+    def gather_heads(self, everywhere: bool = False) -> DraftHeads:
         return self.heads
 
     def gather_moments(self) -> dict[str, Tensor]:

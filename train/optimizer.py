@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from heads.target import Target
 from train.config import TrainerConfig
@@ -18,7 +19,8 @@ logger = logging.getLogger(__name__)
 def trainable_parameters(heads: nn.Module, target: Target) -> dict[str, nn.Parameter]:
     """The parameters to train, by name: those of the heads that require a gradient, none of the target's."""
     trainable = {name: parameter for name, parameter in heads.named_parameters() if parameter.requires_grad}
-    frozen = {parameter.untyped_storage().data_ptr() for parameter in target.model.parameters()}
+    held = [part.to_local() if isinstance(part, DTensor) else part for part in target.model.parameters()]
+    frozen = {parameter.untyped_storage().data_ptr() for parameter in held}
     assert trainable, "the heads have nothing to train"
     assert not any(parameter.requires_grad for parameter in target.model.parameters()), "the target is not frozen"
     for name, parameter in trainable.items():

@@ -53,8 +53,8 @@ class Parallel(ABC):
         return norm
 
     @abstractmethod
-    def gather_heads(self) -> DraftHeads:
-        """Whole heads on the main process; the others get theirs as they are."""
+    def gather_heads(self, everywhere: bool = False) -> DraftHeads:
+        """Whole heads on the main process, or everywhere; the others get theirs as they are."""
 
     @abstractmethod
     def gather_moments(self) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ class Replicated(Parallel):
         self.optimizer = build_optimizer(self.parameters, config)
         self.model = accelerator.prepare(heads)
 
-    def gather_heads(self) -> DraftHeads:
+    def gather_heads(self, everywhere: bool = False) -> DraftHeads:
         return self.heads
 
     def gather_moments(self) -> dict[str, Tensor]:
@@ -101,12 +101,12 @@ class Sharded(Parallel):
         """The optimiser's whole state of a parameter, on every process."""
 
     @torch.no_grad()
-    def gather_heads(self) -> DraftHeads:
-        main = self.accelerator.is_main_process
-        copy = _fresh_copy(self.heads) if main else self.heads
+    def gather_heads(self, everywhere: bool = False) -> DraftHeads:
+        here = everywhere or self.accelerator.is_main_process
+        copy = _fresh_copy(self.heads) if here else self.heads
         for name, parameter in self.parameters.items():
             value = self.whole_parameter(parameter)
-            if main:
+            if here:
                 copy.get_parameter(name).copy_(value)
         return copy
 

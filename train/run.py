@@ -104,9 +104,11 @@ class Run:
         """Measure tau by decoding held-out prompts; the other processes wait for it."""
         if not self.prompts:
             return
-        tau, heads = 0.0, self.parallel.gather_heads()
-        if self.accelerator.is_main_process:
+        together = self.trainer.shard_target  # then no process can run the target alone
+        tau, alphas, heads = 0.0, [], self.parallel.gather_heads(everywhere=together)
+        if self.accelerator.is_main_process or together:
             tau, alphas = measure_tau(self.target, heads, self.prompts, self.trainer.eval_tokens)
+        if self.accelerator.is_main_process:
             self._log({"eval/tau": tau, **{f"eval/alpha_{k}": alpha for k, alpha in enumerate(alphas, 1)}})
         self.tau = start.from_main(tau, self.accelerator)
 

@@ -27,6 +27,7 @@ from train.features import FeatureSource
 from train.joint import Joint
 from train.metrics import Window
 from train.parallel import FullySharded, Parallel, Replicated
+from train.sharded_target import share_out
 from train.stored_features import open_source
 from train.zero import Zero
 
@@ -49,7 +50,10 @@ def load_frozen_target(config: TrainConfig, accelerator: Accelerator) -> Target:
     template_kwargs = {**config.model.template_kwargs, **config.data.template_kwargs}
     # Packed layers give no gradients.
     pack = config.adapter is None
-    return load_target(replace(config.model, template_kwargs=template_kwargs), accelerator.device, pack)
+    model = replace(config.model, template_kwargs=template_kwargs)
+    if config.trainer.shard_target:
+        return share_out(model, accelerator)
+    return load_target(model, accelerator.device, pack)
 
 
 def build_adapter(config: TrainConfig, target: Target) -> Adapter | None:

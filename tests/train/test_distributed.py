@@ -11,6 +11,7 @@ Engines also go on with each other's checkpoints, in another number of processes
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -158,6 +159,28 @@ def test_engines_train_the_heads_of_one_process_and_go_on_with_its_run(first, th
     assert code == 0, said
     assert_same_run(tmp_path / "one", run)
     assert len(json.loads((run / "run.json").read_text())["starts"]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["ddp", "fsdp2"])
+def test_a_target_that_two_processes_share_out_teaches_as_a_whole_one(launcher, make_config, make_values, tmp_path):
+    """In turns with measuring tau, which every process then does."""
+    settings = (*ENGINES, "trainer.eval_every=2")
+    train(make_config(*settings, f"output_dir={tmp_path}/one"))
+    arguments = [*ENTRY, *as_overrides(make_values(*settings)), "++trainer.shard_target=true"]
+    code, said = launch(arguments, launcher)
+    assert code == 0, said
+    assert_same_run(tmp_path / "one", tmp_path / "run")
+    assert said.count("heads: step-") == 1
+    held = re.findall(r"this process holds (\d+) of the target's (\d+) parameters", said)
+    assert [2 * int(part) < 1.5 * int(whole) for part, whole in held] == [True]  # embeddings and LM head are whole
+
+
+def test_a_target_is_not_shared_out_where_that_cannot_work(make_config):
+    with pytest.raises(ValueError, match="but there is one; launch several"):
+        train(make_config("trainer.shard_target=true"))
+    with pytest.raises(ValueError, match=r"shares the target out, but model\.device_map=auto spreads it already"):
+        make_config("trainer.shard_target=true", "model.device_map=auto")
 
 
 @pytest.mark.slow
