@@ -1,10 +1,6 @@
 """The command, with a server in place of a target: the same file, whether it runs through or is killed in the midst."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -122,27 +118,3 @@ def test_a_tokenizer_alone_is_that_of_the_target(tmp_path, declares):
     assert alone.get_vocab() == target.tokenizer.get_vocab()
     with pytest.raises(ValueError, match="neither a model directory nor"):
         load_tokenizer(TargetConfig("none", str(tmp_path / "none")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 5])
-def test_a_killed_command_goes_on_without_loss_or_doubles(tiny_target, prompts, tmp_path, number):
-    running: list[subprocess.Popen] = []
-
-    def on_request(count: int) -> None:
-        if count == number:
-            os.kill(running[0].pid, signal.SIGKILL)
-
-    output = tmp_path / "answers.jsonl"
-    with FaultyServer(whole=serving(tiny_target()), on_request=on_request) as server:
-        command = [
-            sys.executable, str(ROOT / "scripts" / "regenerate.py"), "model=tiny", f"prompts=[{prompts}]",
-            f"output={output}", f"url={server.url}", "max_new_tokens=8", "samples=2", "concurrency=2",
-        ]  # fmt: skip
-        running.append(subprocess.Popen(command, cwd=ROOT))
-        assert running[0].wait() == -signal.SIGKILL
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert [row["id"] for row in rows_of(output)] == [f"p{i}#{sample}" for i in range(6) for sample in range(2)]
-    assert "12 answers, " in ended.stdout
-    assert len(server.bodies) <= 12 + 2
