@@ -9,7 +9,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +96,20 @@ def train_all(config: CompareConfig) -> dict[str, Path]:
     for entry in config.entries():
         run = trained[entry.label]
         place = [f"run_name={entry.label}", f"output_dir={run}", "resume=true"]
-        settings = [f"model={config.model.name}", f"heads={entry.heads}", *config.train, *entry.overrides]
+        settings = [*_model_overrides(config.model), f"heads={entry.heads}", *config.train, *entry.overrides]
         subprocess.run([sys.executable, TRAIN, *place, *settings], check=True)
     return {**known, **trained}
+
+
+def _model_overrides(model: TargetConfig) -> list[str]:
+    """The same target for a training process, whatever preset it came from."""
+    return ["model=custom", *(f"++model.{name}={_hydra(value)}" for name, value in asdict(model).items())]
+
+
+def _hydra(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_hydra(inner)}" for name, inner in value.items()) + "}"
+    return json.dumps(value)
 
 
 def compare_runs(config: CompareConfig, runs: dict[str, Path]) -> list[dict[str, Any]]:

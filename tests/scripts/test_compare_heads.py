@@ -2,12 +2,12 @@
 
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 import scripts.compare_heads
 from eval.benchmark import ENGINE, GENERATE
@@ -25,6 +25,8 @@ def compose_compare(*overrides: str) -> CompareConfig:
         return from_hydra(CompareConfig, compose("compare", overrides=list(overrides)))
 
 
+# No preset, and values that a command line must quote.
+OTHER = {"name": "other", "path": "random:qwen2", "licence": "see: a, b", "template_kwargs": {"enable_thinking": False}}
 CROSS_ENTROPY = ["heads.objective.ce_weight=1.0", "heads.objective.kl_weight=0.0"]
 
 
@@ -45,7 +47,7 @@ def test_entries_are_trained_and_compared_and_found_again_as_runs(tmp_path):
     config = from_hydra(
         CompareConfig,
         {
-            "model": {"name": "tiny", "path": "random:llama"},
+            "model": OTHER,
             "families": ["medusa", {"label": "eagle3-ce", "heads": "eagle3", "overrides": CROSS_ENTROPY}],
             "train": [f"data.train=[{answers}]", f"data.cache_dir={tmp_path / 'cache'}", "threads=1"]
             + [f"trainer.{name}={value}" for name, value in budget.items()],
@@ -58,6 +60,8 @@ def test_entries_are_trained_and_compared_and_found_again_as_runs(tmp_path):
     runs = train_all(config)
     objectives = {name: OmegaConf.load(run / "config.yaml").heads.objective for name, run in runs.items()}
     assert (objectives["eagle3-ce"].ce_weight, objectives["eagle3-ce"].kl_weight) == (1.0, 0.0)
+    models = [OmegaConf.to_object(OmegaConf.load(run / "config.yaml").model) for run in runs.values()]
+    assert models == [asdict(config.model)] * 2
     rows = compare_runs(config, runs)
     assert [row["heads"] for row in rows] == ["medusa", "eagle3-ce"]
     for row in rows:
@@ -149,3 +153,21 @@ def test_every_ready_made_comparison_composes(path):
     assert f"comparison={path.stem}" in path.read_text()
     objectives = [compose_train(f"heads={entry.heads}", *entry.overrides).heads for entry in config.entries()]
     assert len({str(objective) for objective in objectives}) == len(objectives), "two entries are the same"
+
+
+@pytest.mark.parametrize("comparison", sorted(path.stem for path in (CONF / "comparison").glob("*.yaml")))
+def test_a_ready_made_comparison_trains_what_it_says(comparison):
+    entries = compose_compare(f"comparison={comparison}").entries()
+    assert len({entry.label for entry in entries}) == len(entries) == 4
+    trained = [composed_heads(entry) for entry in entries]
+    weights = [
+        {name for name, value in heads.objective.items() if name.endswith("_weight") and value} for heads in trained
+    ]
+    if "losses" in comparison:
+        expected = {"cross-entropy": "ce", "kl": "kl", "total-variation": "tv", "hybrid": "hybrid"}
+        assert weights == [{f"{expected[entry.label]}_weight"} for entry in entries]
+
+
+def composed_heads(entry: Entry) -> DictConfig:
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return compose("train", overrides=[f"heads={entry.heads}", *entry.overrides]).heads
