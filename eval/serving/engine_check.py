@@ -16,7 +16,7 @@ from eval.serving.conformance import Comparison, differences, problems
 from eval.serving.conformance_report import markdown, summarise
 from eval.serving.engine import Answer, Engine, EngineClient
 from eval.serving.engine_process import running
-from eval.serving.engine_setup import build_engine
+from eval.serving.engine_setup import build_engine, target_file
 from eval.serving.own_decoding import OwnDecoder
 from eval.serving.served_heads import ServedHeads, served_heads
 from heads.target import Target, load_target
@@ -34,16 +34,18 @@ def check_engine(config: ServeCheckConfig) -> dict[str, Any]:
         EngineFailed: if the engine does not start or does not answer.
     """
     target = load_target(config.model)
+    gguf = target_file(config, target)
     served = served_heads(
         config.source,
         target,
         config.num_speculative_tokens,
         config.directory,
+        target_gguf=gguf,
         allow_other_weights=config.allow_other_weights,
     )
     prompts = load_prompts(config.prompts, target, config.limit)
     context = _context(prompts, config.max_new_tokens + served.chain + 1, target)
-    engine = build_engine(config, target, served, context)
+    engine = build_engine(config, target, served, context, gguf)
     version, theirs = _decode_by_engine(config, engine, prompts, target.eos_ids)
     ours = _decode_here(config, engine, prompts, target, served)
     rows = [

@@ -6,27 +6,45 @@ from eval.serving import llamacpp_engine, vllm_engine
 from eval.serving.check_config import ServeCheckConfig
 from eval.serving.engine import Engine
 from eval.serving.served_heads import ServedHeads
+from eval.serving.target_file import SERVER, TargetFile, find_program
 from heads.embedded import smollm2_directory
+from heads.export.engines import OUTTYPES
 from heads.target import Target
 
 
-def build_engine(config: ServeCheckConfig, target: Target, heads: ServedHeads, max_context: int) -> Engine:
+def build_engine(
+    config: ServeCheckConfig, target: Target, heads: ServedHeads, max_context: int, gguf: TargetFile | None
+) -> Engine:
     """The engine that `config.engine` names. max_context: tokens of the longest prompt, its answer and one draft.
 
     Raises:
         EngineUnavailable: if this machine cannot have the engine.
-        ValueError: if the engine does not take these heads, or its installation or conversion fails.
+        ValueError: if its installation or the conversion of the target fails.
     """
     dtype = str(target.dtype).removeprefix("torch.")
-    location = target_location(config.model.path)
-    if config.engine == "vllm":
+    if gguf is None:
         python = Path(config.python) if config.python else vllm_engine.cpu_python()
         revision = ["--revision", config.model.revision] if config.model.revision else []
-        return vllm_engine.VllmEngine(python, location, heads, dtype, max_context, [*revision, *config.arguments])
-    tools = llamacpp_engine.find_tools(config.server, config.converter)
-    return llamacpp_engine.prepare(
-        tools, location, heads, dtype, max_context, config.directory / "gguf", config.arguments
+        location, arguments = target_location(config.model.path), [*revision, *config.arguments]
+        return vllm_engine.VllmEngine(python, location, heads, dtype, max_context, arguments)
+    return llamacpp_engine.LlamaCppEngine(
+        server=find_program(SERVER, config.server, "server"),
+        target=gguf.path,
+        heads=llamacpp_engine.heads_file(heads),
+        chain=heads.chain,
+        cache_type=OUTTYPES[dtype],
+        max_context=max_context,
+        arguments=config.arguments,
     )
+
+
+def target_file(config: ServeCheckConfig, target: Target) -> TargetFile | None:
+    """The target as llama.cpp reads it; None for engines that read it as it is."""
+    if config.engine != "llamacpp":
+        return None
+    dtype = str(target.dtype).removeprefix("torch.")
+    folder = config.directory / "gguf"
+    return TargetFile(config.target_gguf, config.converter, target_location(config.model.path), dtype, folder)
 
 
 def target_location(path: str) -> str:

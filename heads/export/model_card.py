@@ -101,6 +101,7 @@ def model_card(
         command,
         "```",
         "",
+        f"- `{target.name}` is the target's hub id, or a folder of that name where the command runs",
         *(f"- {limit}" for limit in limits),
         "",
         "## Check",

@@ -3,11 +3,12 @@
 import json
 
 import pytest
+from gguf import GGMLQuantizationType, GGUFReader
 
 from eval.serving.engine_check import check_engine
 from eval.serving.engine_process import EngineFailed
 from eval.serving.environment import EngineUnavailable
-from eval.serving.llamacpp_engine import find_tools
+from eval.serving.target_file import find_program
 from heads.export.eagle_writer import export_heads
 from heads.identity import identify
 from heads.layout import save_heads
@@ -67,7 +68,7 @@ def test_an_engine_that_does_not_answer_is_stopped(plan, tmp_path, fault, messag
     assert gone(started_pids(plan.folder))
 
 
-def test_llama_cpp_converts_both_and_may_differ_a_little(plan, tmp_path):
+def test_llama_cpp_converts_the_target_and_may_differ_a_little(plan, tmp_path):
     answers = plan.copy_of_answers(False)
     next(iter(answers["with"].values()))["tokens"][4] += 1
     plan.set(answers)
@@ -75,23 +76,31 @@ def test_llama_cpp_converts_both_and_may_differ_a_little(plan, tmp_path):
     assert summary["passed"], summary["failures"]
     assert [note["name"] for note in summary["notes"]] == ["engine_texts_differ"]
     assert summary["settings"]["version"] == "b123"
-    export = tmp_path / "export-vllm"
-    converted = (tmp_path / "gguf" / "heads.gguf").read_text()
-    assert converted.startswith(f"{export} --target-model-dir {plan.folder / 'target'} --outtype f32 --outfile")
+    assert GGUFReader(tmp_path / "gguf" / "target.gguf").fields["llama.block_count"].contents() == 4
+    converter = (tmp_path / "gguf" / "target.log").read_text()
+    assert converter.startswith(f"{plan.folder / 'target'} --outtype f32 --outfile")
     asked = (tmp_path / "llamacpp-with-heads.log").read_text()
-    assert f"--spec-type draft-eagle3 --spec-draft-model {tmp_path / 'gguf' / 'heads.gguf'}" in asked
+    heads = tmp_path / "export-llama.cpp" / "heads.gguf"
+    assert f"--spec-type draft-eagle3 --spec-draft-model {heads}" in asked
     assert "--spec-draft-n-max 3" in asked
+    weights = {tensor.tensor_type for tensor in GGUFReader(heads).tensors if tensor.name != "d2t"}
+    assert weights == {GGMLQuantizationType.F32}  # the dtype of the target
 
 
-def test_llama_cpp_takes_the_gguf_file_of_an_export(plan, tmp_path):
+def test_llama_cpp_takes_the_files_that_are_there(plan, tmp_path):
     plan.set(plan.answers[False])
     target_gguf = write_target_gguf(tmp_path / "target.gguf", plan.target)
     export_heads(plan.folder / "run" / "heads", tmp_path / "out", plan.target, "llama.cpp", target_gguf=target_gguf)
-    summary = check_engine(plan.config(tmp_path / "check", engine="llamacpp", source=str(tmp_path / "out")))
-    assert summary["passed"], summary["failures"]
-    asked = (tmp_path / "check" / "llamacpp-with-heads.log").read_text()
-    assert f"--spec-draft-model {tmp_path / 'out' / 'heads.gguf'}" in asked
-    assert not (tmp_path / "check" / "gguf" / "heads.gguf").exists()
+    for source in (tmp_path / "out", plan.folder / "run"):
+        output = tmp_path / f"check-{source.name}"
+        given = {"target_gguf": str(target_gguf), "converter": None, "source": str(source)}
+        summary = check_engine(plan.config(output, engine="llamacpp", **given))
+        assert summary["passed"], summary["failures"]
+        asked = (output / "llamacpp-with-heads.log").read_text()
+        heads = tmp_path / "out" if source.name == "out" else output / "export-llama.cpp"
+        assert f"-m {target_gguf} " in asked
+        assert f"--spec-draft-model {heads / 'heads.gguf'}" in asked
+        assert not (output / "gguf").exists()
 
 
 def test_what_llama_cpp_cannot_do_is_said(plan, tmp_path, random_heads):
@@ -101,16 +110,21 @@ def test_what_llama_cpp_cannot_do_is_said(plan, tmp_path, random_heads):
     with pytest.raises(ValueError, match=message):
         check_engine(plan.config(tmp_path / "a", engine="llamacpp", converter=str(converter)))
     save_heads(random_heads(plan.target), tmp_path / "medusa", identify(plan.target))
-    with pytest.raises(ValueError, match=r"medusa heads, llama\.cpp takes eagle3 heads only"):
+    with pytest.raises(ValueError, match=r"holds medusa heads, format=llama\.cpp takes eagle3 heads"):
         check_engine(plan.config(tmp_path / "b", engine="llamacpp", source=str(tmp_path / "medusa")))
+    export_heads(plan.folder / "run" / "heads", tmp_path / "vllm", plan.target, "vllm")
+    with pytest.raises(ValueError, match=r"vllm holds no heads\.gguf, from which llama\.cpp drafts; give the heads"):
+        check_engine(plan.config(tmp_path / "c", engine="llamacpp", source=str(tmp_path / "vllm")))
+    with pytest.raises(ValueError, match="target_gguf=nowhere does not exist; give the target's GGUF file"):
+        check_engine(plan.config(tmp_path / "d", engine="llamacpp", target_gguf="nowhere"))
 
 
 def test_tools_that_are_not_there(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(EngineUnavailable, match="no llama-server on PATH; build it and give server=PATH"):
-        find_tools(None, None)
+        find_program("llama-server", None, "server")
     with pytest.raises(ValueError, match="server=nowhere does not exist"):
-        find_tools("nowhere", None)
+        find_program("llama-server", "nowhere", "server")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +132,7 @@ def test_tools_that_are_not_there(monkeypatch, tmp_path):
     [
         ({"engine": "onnx"}, "engine=onnx must be one of vllm, llamacpp"),
         ({"max_new_tokens": 1}, "max_new_tokens=1 must be at least 2"),
+        ({"target_gguf": "t.gguf"}, "target_gguf=t.gguf is for engine=llamacpp, not for engine=vllm"),
         ({"start_timeout_s": 0}, "start_timeout_s=0.0 must be above 0"),
         ({"model": {"name": "tiny", "path": "random:llama"}}, "model.path=random:llama lives in memory only"),
         ({"source": "nowhere"}, "heads=nowhere holds no config.json"),
