@@ -1,23 +1,36 @@
 """What heads are trained on: cross-entropy on tokens and distances to the target, without the logits in memory.
 
 Logits over a vocabulary dwarf everything else: 5 heads, 2048 tokens and 128k ids are 5 GB in fp32, several times
-over in a naive backward. Here they exist for one chunk of anchors at a time, all heads in one batched product; the
-forward already computes the gradients of the chunk (heads/divergences.py derives them) and keeps only those.
+over in a naive backward. Here they exist for one head and one chunk of anchors at a time; the forward already computes
+the gradients of the chunk (heads/divergences.py derives them) and keeps only those. The target's distributions are
+computed once for a chunk and shared by all heads. Products of matrices run on whole chunks, all else on tiles of it.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from heads.alignment import IGNORE
-from heads.divergences import Divergence, Teacher, TeacherChunk, acceptance, forward_kl, reverse_kl, total_variation
+from heads.divergences import (
+    Divergence,
+    Teacher,
+    TeacherTile,
+    acceptance,
+    forward_kl,
+    normalise,
+    reverse_kl,
+    total_variation,
+)
+from heads.tiling import tiles
 
-# Shapes: K heads, N anchors, C anchors of a chunk, D hidden, V draft vocabulary
+# Shapes: K heads, N anchors, C anchors of a chunk or of a tile, D hidden, V draft vocabulary
 
-# Rows of logits alive at once (K * C): enough to keep the hardware busy, 0.5 GB at a vocabulary of 128k.
+# Rows of logits alive at once: enough to keep the hardware busy, 0.5 GB at a vocabulary of 128k.
 CHUNK_ROWS = 1024
 TOP = (1, 5, 10)
 WEIGHTS = ("ce_weight", "kl_weight", "reverse_kl_weight", "tv_weight", "hybrid_weight")
@@ -75,12 +88,12 @@ class Objective:
         """Whether the target's distributions matter."""
         return self.kl_weight > 0 or self.reverse_kl_weight > 0 or self.needs_acceptance
 
-    def kl_and_tv_weights(self, acceptance_KC: Tensor) -> tuple[Tensor | float, Tensor | float]:
+    def kl_and_tv_weights(self, acceptance_C: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """The weights of forward KL and total variation at each position, the hybrid's shares included."""
         if not self.hybrid_weight:
             return self.kl_weight, self.tv_weight
-        share_KC = torch.exp(-self.hybrid_decay * acceptance_KC)
-        return self.kl_weight + self.hybrid_weight * share_KC, self.tv_weight + self.hybrid_weight * (1 - share_KC)
+        share_C = torch.exp(-self.hybrid_decay * acceptance_C)
+        return self.kl_weight + self.hybrid_weight * share_C, self.tv_weight + self.hybrid_weight * (1 - share_C)
 
 
 class Statistics(NamedTuple):
@@ -133,26 +146,29 @@ class _ChunkedLoss(torch.autograd.Function):
         trains_weight = ctx.needs_input_grad[1]
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if trains_weight else None
         weight = weight.to(hidden_KND.dtype)
-        loss = torch.zeros((), device=hidden_KND.device)
-        statistics = torch.zeros(len(Statistics._fields), K, device=hidden_KND.device)
-        step = max(1, chunk_rows // K)
-        for start in range(0, N, step):
-            chunk = slice(start, min(start + step, N))
-            hidden_KCD = hidden_KND[:, chunk]
-            logits_KCV = (hidden_KCD @ weight.mT).float()
-            chunk_loss, grad_logits_KCV, chunk_statistics = _loss_and_gradient(
-                logits_KCV, labels_KN[:, chunk], draft_labels_KN[:, chunk], scale_K, objective,
-                teacher.chunk(chunk, objective.needs_acceptance) if objective.needs_teacher else None,
-            )  # fmt: skip
-            loss += chunk_loss
-            statistics += chunk_statistics
-            grad_logits_KCV = grad_logits_KCV.to(hidden_KND.dtype)
-            grad_hidden_KND[:, chunk] = grad_logits_KCV @ weight
-            if grad_weight is not None:
-                _add_weight_gradient(grad_weight, grad_logits_KCV, hidden_KCD)
+        weight_KVD = weight if weight.ndim == 3 else weight.expand(K, -1, -1)
+        counts_KN = labels_KN != IGNORE
+        found = _Found(*torch.zeros(len(_Found._fields), K, N, device=hidden_KND.device))
+        # One block for all chunks: the memory of a new one would come page by page, at the cost of a pass over it.
+        block_CV = hidden_KND.new_empty(min(chunk_rows, N), weight.shape[-2])
+        for start in range(0, N, chunk_rows):
+            chunk = slice(start, min(start + chunk_rows, N))
+            shared = teacher.chunk(chunk, objective.needs_acceptance) if objective.needs_teacher else None
+            for k, (hidden_CD, weight_VD) in enumerate(zip(hidden_KND[:, chunk], weight_KVD, strict=True)):
+                logits_CV = torch.mm(hidden_CD, weight_VD.T, out=block_CV[: len(hidden_CD)])
+                scale_C = scale_K[k] * counts_KN[k, chunk]
+                if objective.prefix_weighting:
+                    scale_C = scale_C * found.acceptance[:k, chunk].prod(0)
+                found_C = _Found(*(each_KN[k, chunk] for each_KN in found))
+                teach = None if shared is None else partial(shared.tile, k)
+                _differentiate(logits_CV, draft_labels_KN[k, chunk], scale_C, objective, teach, found_C)
+                grad_hidden_KND[k, chunk] = logits_CV @ weight_VD
+                if grad_weight is not None:
+                    _add_product(grad_weight if weight.ndim == 2 else grad_weight[k], logits_CV.T, hidden_CD)
+        statistics = _statistics(found, counts_KN, draft_labels_KN != IGNORE)
         ctx.save_for_backward(grad_hidden_KND, grad_weight)
         ctx.mark_non_differentiable(statistics)
-        return loss, statistics
+        return found.loss.sum(), statistics
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
@@ -165,99 +181,103 @@ class _ChunkedLoss(torch.autograd.Function):
         return grad_hidden_KND, grad_weight, None, None, None, None, None, None
 
 
-def _loss_and_gradient(
-    logits_KCV: Tensor,
-    labels_KC: Tensor,
-    draft_labels_KC: Tensor,
-    scale_K: Tensor,
+class _Found(NamedTuple):
+    """What is found of heads at anchors, [K, N] or of one head [C]; what the objective does not need is 0."""
+
+    loss: Tensor
+    ce: Tensor
+    rank: Tensor  # how many tokens the head prefers to the label
+    kl: Tensor
+    acceptance: Tensor
+    lost_mass: Tensor
+
+
+def _differentiate(
+    block_CV: Tensor,
+    draft_labels_C: Tensor,
+    scale_C: Tensor,
     objective: Objective,
-    teacher: TeacherChunk | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, its gradient with respect to the logits, and statistics [S, K] of one chunk; overwrites the logits."""
-    counts_KC, inside_KC = labels_KC != IGNORE, draft_labels_KC != IGNORE
-    index_KC1 = draft_labels_KC.clamp_min(0)[..., None]
-    log_q_KCV = logits_KCV.log_softmax(-1)
-    guesses = _guesses(logits_KCV, index_KC1, counts_KC, inside_KC)
-    # A new tensor of this size costs a CPU more than the exponentials: its memory arrives page by page.
-    q_KCV = torch.exp(log_q_KCV, out=logits_KCV)
-    ce_KC = -log_q_KCV.gather(-1, index_KC1).squeeze(-1) * inside_KC
-    compared = _compare(objective, teacher, q_KCV, log_q_KCV)
+    teach: Callable[[slice], TeacherTile] | None,
+    found: _Found,
+) -> None:
+    """Turn a head's logits into the gradient of its loss, in place, and fill in what is `found` on the way."""
+    for tile in tiles(block_CV):
+        logits_CV = block_CV[tile].float()
+        values = _loss_and_gradient(
+            logits_CV, draft_labels_C[tile], scale_C[tile], objective, None if teach is None else teach(tile)
+        )
+        for name, value_C in values.items():
+            getattr(found, name)[tile] = value_C
+        if block_CV.dtype != torch.float32:  # else they are one memory
+            block_CV[tile] = logits_CV
 
-    scale_KC = scale_K[:, None]
-    if objective.prefix_weighting:
-        scale_KC = scale_KC * _product_before(compared.acceptance_KC)
-    ce_scale_KC = objective.ce_weight * scale_KC * inside_KC
-    loss, total_KC = (ce_scale_KC * ce_KC).sum(), ce_scale_KC
+
+def _loss_and_gradient(
+    logits_CV: Tensor, draft_labels_C: Tensor, scale_C: Tensor, objective: Objective, teacher: TeacherTile | None
+) -> dict[str, Tensor]:
+    """Some of `_Found` of one head on one tile; turns the logits into the gradient of the loss."""
+    inside_C, index_C1 = draft_labels_C != IGNORE, draft_labels_C.clamp_min(0)[:, None]
+    scratch_CV = torch.empty_like(logits_CV)
+    # As ones in float32, exact in sums up to 2 ** 24: sums of booleans take three times as long.
+    rank_C = torch.gt(logits_CV, logits_CV.gather(-1, index_C1), out=scratch_CV).sum(-1)
+    normalise(logits_CV, scratch_CV)
+    log_q_CV, q_CV = logits_CV, scratch_CV
+    ce_C = -log_q_CV.gather(-1, index_C1).squeeze(-1)
+    values, weighted = _compare(objective, teacher, q_CV, log_q_CV)
+
+    ce_scale_C = objective.ce_weight * scale_C * inside_C
+    loss_C, total_C = ce_scale_C * ce_C, ce_scale_C
     pulls = []
-    for weight, divergence in compared.weighted:
-        divergence_scale_KC = weight * scale_KC * counts_KC
-        loss = loss + (divergence_scale_KC * divergence.value_KC).sum()
-        total_KC = total_KC + divergence_scale_KC * divergence.total_KC
-        pulls.append((divergence.pull_KCV, divergence_scale_KC[..., None]))
-    grad_KCV = q_KCV.mul_(total_KC[..., None])  # the last use of q, and no pull is q itself
-    grad_KCV.scatter_add_(-1, index_KC1, -ce_scale_KC[..., None])
-    for pull_KCV, scale_KC1 in pulls:
-        grad_KCV.addcmul_(pull_KCV, scale_KC1, value=-1)
-
-    sums = Statistics(
-        counts_KC, inside_KC, ce_KC, compared.kl_KC * counts_KC, *guesses,
-        compared.acceptance_KC * counts_KC, compared.lost_mass_KC * counts_KC,
-    )  # fmt: skip
-    return loss, grad_KCV, torch.stack([each.sum(1).float() for each in sums])
+    for weight, divergence in weighted:
+        divergence_scale_C = weight * scale_C
+        loss_C = loss_C + divergence_scale_C * divergence.value_C
+        total_C = total_C + divergence_scale_C * divergence.total_C
+        pulls.append((divergence.pull_CV, divergence_scale_C[:, None]))
+    grad_CV = torch.mul(q_CV, total_C[:, None], out=logits_CV)  # no pull is log q
+    grad_CV.scatter_add_(-1, index_C1, -ce_scale_C[:, None])
+    for pull_CV, scale_C1 in pulls:
+        grad_CV.addcmul_(pull_CV, scale_C1, value=-1)
+    return {"loss": loss_C, "ce": ce_C, "rank": rank_C, **values}
 
 
-class _Compared(NamedTuple):
-    """The heads against the target in one chunk; what the objective does not need is 0."""
-
-    weighted: list[tuple[Tensor | float, Divergence]]  # each with its weight, a number or [K, C]
-    kl_KC: Tensor
-    acceptance_KC: Tensor
-    lost_mass_KC: Tensor
-
-
-def _compare(objective: Objective, teacher: TeacherChunk | None, q_KCV: Tensor, log_q_KCV: Tensor) -> _Compared:
-    kl_KC = acceptance_KC = lost_mass_KC = q_KCV.new_zeros(q_KCV.shape[:2])
+def _compare(
+    objective: Objective, teacher: TeacherTile | None, q_CV: Tensor, log_q_CV: Tensor
+) -> tuple[dict[str, Tensor], list[tuple[Tensor | float, Divergence]]]:
+    """What `_Found` says of a head beside the target, and the divergences with their weights, numbers or [C]."""
+    values: dict[str, Tensor] = {}
     weighted: list[tuple[Tensor | float, Divergence]] = []
     if teacher is None:
-        return _Compared(weighted, kl_KC, acceptance_KC, lost_mass_KC)
+        return values, weighted
+    acceptance_C = q_CV.new_zeros(len(q_CV))
     if objective.needs_acceptance:
-        acceptance_KC, lost_mass_KC = acceptance(teacher, q_KCV), teacher.lost_mass()
-    kl_weight, tv_weight = objective.kl_and_tv_weights(acceptance_KC)
+        acceptance_C = acceptance(teacher, q_CV)
+        values = {"acceptance": acceptance_C, "lost_mass": teacher.lost_mass()}
+    kl_weight, tv_weight = objective.kl_and_tv_weights(acceptance_C)
     if objective.kl_weight or objective.hybrid_weight:
-        kl = forward_kl(teacher, log_q_KCV)
-        kl_KC = kl.value_KC
+        kl = forward_kl(teacher, log_q_CV)
+        values["kl"] = kl.value_C
         weighted.append((kl_weight, kl))
     if objective.reverse_kl_weight:
-        weighted.append((objective.reverse_kl_weight, reverse_kl(teacher, q_KCV, log_q_KCV)))
+        weighted.append((objective.reverse_kl_weight, reverse_kl(teacher, q_CV, log_q_CV)))
     if objective.tv_weight or objective.hybrid_weight:
-        weighted.append((tv_weight, total_variation(teacher, q_KCV, acceptance_KC)))
-    return _Compared(weighted, kl_KC, acceptance_KC, lost_mass_KC)
+        weighted.append((tv_weight, total_variation(teacher, q_CV, acceptance_C)))
+    return values, weighted
 
 
-def _product_before(factor_KC: Tensor) -> Tensor:
-    """For head k the product of the factors of heads 0..k-1."""
-    return torch.cat([torch.ones_like(factor_KC[:1]), factor_KC[:-1]]).cumprod(0)
+def _statistics(found: _Found, counts_KN: Tensor, inside_KN: Tensor) -> Tensor:
+    """The statistics [S, K] (see `Statistics`)."""
+    top1_KN, top5_KN, top10_KN = [(found.rank < top) & inside_KN for top in TOP]
+    chain_KN = top1_KN.cumprod(0)
+    offered_KN = counts_KN & torch.cat([torch.ones_like(chain_KN[:1]), chain_KN[:-1]]).bool()
+    sums = Statistics(
+        counts_KN, inside_KN, found.ce * inside_KN, found.kl * counts_KN, top1_KN, top5_KN, top10_KN,
+        offered_KN, chain_KN, found.acceptance * counts_KN, found.lost_mass * counts_KN,
+    )  # fmt: skip
+    return torch.stack([each_KN.sum(1).float() for each_KN in sums])
 
 
-def _guesses(
-    logits_KCV: Tensor, index_KC1: Tensor, counts_KC: Tensor, inside_KC: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the first guesses are worth [K, C]: top1, top5, top10, offered, chain of `Statistics`.
-
-    Overwrites the logits: comparing in place leaves ones in float32, exact in sums up to 2 ** 24, where booleans would
-    be copied to int64 first.
-    """
-    ranks_KC = logits_KCV.gt_(logits_KCV.gather(-1, index_KC1)).sum(-1)
-    top1_KC, top5_KC, top10_KC = [(ranks_KC < top) & inside_KC for top in TOP]
-    offered_KC = counts_KC & _product_before(top1_KC).bool()
-    return top1_KC, top5_KC, top10_KC, offered_KC, top1_KC.cumprod(0)
-
-
-def _add_weight_gradient(grad_weight: Tensor, grad_logits_KCV: Tensor, hidden_KCD: Tensor) -> None:
-    if grad_weight.ndim == 2:
-        grad_weight = grad_weight[None]
-        grad_logits_KCV, hidden_KCD = grad_logits_KCV.flatten(0, 1)[None], hidden_KCD.flatten(0, 1)[None]
-    if grad_logits_KCV.dtype == grad_weight.dtype:
-        grad_weight.baddbmm_(grad_logits_KCV.mT, hidden_KCD)  # without a product as large as the LM heads
+def _add_product(sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
+    if left_VC.dtype == sum_VD.dtype:
+        sum_VD.addmm_(left_VC, right_CD)  # without a product as large as the LM head
     else:
-        grad_weight += grad_logits_KCV.mT @ hidden_KCD
+        sum_VD += left_VC @ right_CD

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import heads.tiling
 from heads.alignment import IGNORE
 from heads.divergences import Teacher
 from heads.objectives import CHUNK_ROWS, WEIGHTS, Objective, Statistics, chunked_loss
@@ -87,7 +88,8 @@ def naive(hidden, weight, labels, draft, scale, teacher, objective):
 @pytest.mark.parametrize("reduced", [True, False])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_value_and_gradients_equal_the_naive_form_whatever_the_chunks(name, own, reduced, softcap):
+def test_value_and_gradients_equal_the_naive_form_whatever_the_chunks(monkeypatch, name, own, reduced, softcap):
+    monkeypatch.setattr(heads.tiling, "TILE_LOGITS", 4 * V)
     objective = Objective(**OBJECTIVES[name])
     inputs = problem(own, reduced, softcap)
     trained = inputs[:2] if own else inputs[:1]
@@ -164,15 +166,23 @@ class Made(TorchDispatchMode):
         return result
 
 
+aten = torch.ops.aten
+BLOCKS = {aten.mm.default, aten.mm.out, aten.new_empty.default, aten.empty_like.default}
+
+
 @pytest.mark.parametrize("name", ["kl", "all"])
-def test_vocabulary_sized_tensors_hold_one_chunk_and_each_target_row_once(name):
+def test_vocabulary_sized_tensors_hold_one_chunk_and_each_target_row_once(monkeypatch, name):
     inputs = problem()
-    rows_KN, anchors = inputs[-1].rows_KN, 5
+    rows_KN, anchors, tile = inputs[-1].rows_KN, 5, 2
+    monkeypatch.setattr(heads.tiling, "TILE_LOGITS", tile * V)
     with Made() as made:
-        chunked(inputs, Objective(**OBJECTIVES[name]), chunk_rows=K * anchors)
-    assert max(shape.numel() for _, shape in made.shapes if shape[-1:] == (V,)) == K * anchors * V
+        chunked(inputs, Objective(**OBJECTIVES[name]), chunk_rows=anchors)
     distinct = [len(rows_KN[:, start : start + anchors].unique()) for start in range(0, N, anchors)]
-    products = [shape for func, shape in made.shapes if func is torch.ops.aten.mm.default]
+    blocks = [shape for func, shape in made.shapes if shape[-1:] == (V,) and func in BLOCKS]
+    assert max(shape.numel() for shape in blocks) == max(*distinct, anchors) * V
+    passed_over = [shape for func, shape in made.shapes if shape[-1:] == (V,) and func not in BLOCKS]
+    assert max(shape.numel() for shape in passed_over) == tile * V
+    products = [shape for func, shape in made.shapes if func is aten.mm.default]
     assert [rows for rows, size in products if size == V] == distinct
     assert [rows for rows, size in products if size == FULL] == (distinct if name == "all" else [])
 
