@@ -3,7 +3,10 @@
 Naive is not careless: a form does what the trainers of its family do, with no copy or product that they avoid.
 
 - Every position is computed; a mask picks the supervised ones at the end.
-- A Python loop over heads or steps; each makes float32 logits over the whole vocabulary, which autograd keeps.
+- A Python loop over heads or steps; each makes float32 logits over the whole vocabulary, which autograd keeps, and
+  counts how often its first guess is right.
+- Medusa's trainers (FasterDecoding's, axolotl's) stack the logits of all heads and take them out again one by one.
+  FasterDecoding's also copies each without its last positions and counts the five best guesses: left out here.
 - The target's distributions exist at all positions at once; a step reads them shifted, as a view.
 - EAGLE's step s attends over the keys of all steps, under a dense mask of T rows and (s + 1) * T columns:
 
@@ -11,11 +14,11 @@ Naive is not careless: a form does what the trainers of its family do, with no c
           0  1  2  3  0  1  2  3  0  1  2  3
     t=2   x  x  x  .  .  .  x  .  .  .  x  .
 
-A naive class is made like its family, with the same parameters; `split` then takes stacked LM heads apart. It counts
-no statistics, which ours does.
+A naive class is made like its family, with the same parameters; `split` then takes stacked LM heads apart. Of the
+statistics it counts `top1` alone, ours all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +36,8 @@ from heads.target import FINAL_NORM
 
 # Shapes: B batch, T tokens, R = B * T rows, K heads or steps, L blocks, D hidden, V draft vocabulary, H query and
 # G key/value heads of size d
+
+TOP1 = Statistics._fields.index("top1")
 
 
 class FullLogits(DraftHeads):
@@ -53,8 +58,10 @@ class FullLogits(DraftHeads):
         scale_K = self.head_scale(objective, label_counts_K)
         p_RV, entropy_R = self.target_distributions(hidden_RD, K) if objective.kl_weight else (hidden_RD, hidden_RD)
         loss = hidden_RD.new_zeros((), dtype=torch.float32)
-        for k, weight_VD in enumerate(self.lm_heads(K)):
-            log_q_RV = F.linear(states_KND[k], weight_VD.to(hidden_RD.dtype)).float().log_softmax(-1)
+        statistics = torch.zeros(len(Statistics._fields), K, device=hidden_RD.device)
+        for k, logits_RV in enumerate(self.all_logits(states_KND)):
+            log_q_RV = logits_RV.float().log_softmax(-1)
+            statistics[TOP1, k] = (logits_RV.detach().argmax(-1) == draft_labels_KR[k]).sum()
             if objective.ce_weight:
                 ce = F.nll_loss(log_q_RV, draft_labels_KR[k], ignore_index=IGNORE, reduction="sum")
                 loss = loss + objective.ce_weight * scale_K[k] * ce
@@ -62,7 +69,12 @@ class FullLogits(DraftHeads):
                 future = slice(k + 1, k + 1 + R)  # p[t+1+k] is the law of x[t+2+k]
                 kl_R = -(p_RV[future] * log_q_RV).sum(-1) - entropy_R[future]
                 loss = loss + objective.kl_weight * scale_K[k] * (kl_R * counted_KR[k]).sum()
-        return loss, loss.new_zeros(len(Statistics._fields), K)
+        return loss, statistics
+
+    def all_logits(self, states_KRD: Tensor) -> Iterator[Tensor]:
+        """The logits [R, V] of one head or step after the other."""
+        for state_RD, weight_VD in zip(states_KRD, self.lm_heads(len(states_KRD)), strict=True):
+            yield F.linear(state_RD, weight_VD.to(state_RD.dtype))
 
     def lm_heads(self, K: int) -> Sequence[Tensor]:
         """The LM head [V, D] that each head or step reads."""
@@ -112,6 +124,11 @@ class NaiveMedusa(HeadsApart, MedusaHeads):
                 )
             states.append(state_RD)
         return self.loss(torch.stack(states), anchors, hidden_RD, label_counts_K)
+
+    def all_logits(self, states_KRD: Tensor) -> Iterator[Tensor]:
+        stacked_KRV = torch.stack(list(super().all_logits(states_KRD)))
+        for k in range(len(stacked_KRV)):
+            yield stacked_KRV[k]
 
 
 class NaiveHydra(HeadsApart, HydraHeads):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from data.batches import Batch
+from data.batches import Batch, BatchLoader
+from data.prepared import PreparedData, Summary
 from eval.threads import use_threads
 from heads import HEADS
 from heads.alignment import label_counts
@@ -29,8 +30,16 @@ from train.optimizer import build_optimizer, trainable_parameters
 
 OURS, NAIVE = "ours", "naive"
 FORMS = {OURS: HEADS, NAIVE: naive_losses.NAIVE}
-PHASES: tuple[str, ...] = ("target", "heads", "loss", "backward", "optimiser")
+PHASES: tuple[str, ...] = ("data", "target", "heads", "loss", "backward", "optimiser")
 DEPTH = {"medusa": "num_heads", "hydra": "num_heads", "eagle": "num_steps", "eagle3": "num_steps"}
+LLAMA3: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+}
 # Random targets that can have any vocabulary, by model.path.
 SHAPES: dict[str, dict[str, Any]] = {
     "random:smollm2-shape": {
@@ -48,6 +57,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "initializer_range": 0.04,
     },
     "random:llama": {**SHAPE, **FAMILIES["llama"]},
+    "random:llama3-1b-shape": {
+        **LLAMA3,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "random:llama3-8b-shape": {
+        **LLAMA3,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
 }
 
 
@@ -56,6 +81,7 @@ class Case:
     """One step to measure: `depth` Medusa or Hydra heads, or EAGLE steps.
 
     vocabulary: of a random target, None for its own. supervised: the share of each row that is an answer.
+    draft_vocabulary: how many token ids the heads can propose, None for all.
     """
 
     family: str
@@ -66,6 +92,7 @@ class Case:
     tokens: int
     supervised: float
     threads: int | None
+    draft_vocabulary: int | None = None
 
 
 class TrainingStep:
@@ -75,8 +102,9 @@ class TrainingStep:
         use_threads(case.threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.target = load_or_make_target(case.model, case.vocabulary, device)
-        self.batch = conversations(case, self.target.vocab_size)
-        self.heads = make_heads(case, self.target, FORMS[form])
+        self.loader = batch_loader(case, self.target.vocab_size, micro_batch_size=case.rows)
+        self.batch = self.next_batch()
+        self.heads = make_heads(case, self.target, FORMS.get(form, HEADS))
         self.source = FeatureSource(self.target, self.heads.training_taps, self.target.dtype, keep=False)
         self.trainable = trainable_parameters(self.heads, self.target)
         self.optimizer = build_optimizer(self.trainable, TrainerConfig())
@@ -87,8 +115,9 @@ class TrainingStep:
         """Take the step; returns the seconds of each of PHASES."""
         watch = self.watch
         watch.reset()
-        batch = self.batch.to(self.target.device)
-        counts_K = label_counts(batch.supervised_BT, batch.documents_BT, self.heads.depth)
+        with watch("data"):
+            batch = self.batch = self.next_batch()
+            counts_K = label_counts(batch.supervised_BT, batch.documents_BT, self.heads.depth)
         with watch("target"):
             features = self.source(batch)
         with watch("heads"):
@@ -101,6 +130,10 @@ class TrainingStep:
             self.optimizer.zero_grad()
         watch.seconds["heads"] -= watch.seconds["loss"]  # which ran inside of it
         return watch.seconds
+
+    def next_batch(self) -> Batch:
+        """The batch of the coming step, put together anew; it is the same each time."""
+        return self.loader.step(0).micro_batches[0].to(self.target.device)
 
 
 class Stopwatch:
@@ -149,20 +182,31 @@ def load_or_make_target(config: TargetConfig, vocabulary: int | None, device: to
         return load_target(config, device)
     shape = SHAPES[config.path]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**{**shape, "vocab_size": vocabulary or shape["vocab_size"]}),
-        dtype=preferred_dtype(device) if config.dtype == "auto" else DTYPES[config.dtype],
-        attn_implementation="sdpa",
-    )
+    with device:  # billions of weights are drawn in a second there, in minutes on a CPU
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**{**shape, "vocab_size": vocabulary or shape["vocab_size"]}),
+            dtype=preferred_dtype(device) if config.dtype == "auto" else DTYPES[config.dtype],
+            attn_implementation="sdpa",
+        )
     return place_target(model, tiny_tokenizer(), config, device)
 
 
-def conversations(case: Case, vocab_size: int) -> Batch:
-    """Rows of one prompt and one answer each, of random tokens."""
+def batch_loader(case: Case, vocab_size: int, **sharing: int) -> BatchLoader:
+    """One step of rows of one prompt and one answer each, of random tokens; `sharing` says how it is divided."""
     ids_BT = torch.randint(0, vocab_size, (case.rows, case.tokens), generator=torch.Generator().manual_seed(0))
-    positions_BT = torch.arange(case.tokens).expand_as(ids_BT)
-    supervised_BT = positions_BT >= round(case.tokens * (1 - case.supervised))
-    return Batch(ids_BT, supervised_BT, torch.zeros_like(ids_BT), positions_BT)
+    answered_T = torch.arange(case.tokens) >= round(case.tokens * (1 - case.supervised))
+    supervised_BT = answered_T.expand_as(ids_BT)
+    counts = (case.rows, case.rows, ids_BT.numel(), int(supervised_BT.sum()), 0, 0, case.rows, 0)
+    prepared = PreparedData(
+        ids_N=ids_BT.flatten().int(),
+        supervised_N=supervised_BT.flatten().to(torch.uint8),
+        offsets_S1=torch.arange(case.rows + 1) * case.tokens,
+        category_S=torch.zeros(case.rows, dtype=torch.int32),
+        category_names=["made up"],
+        summary=Summary(*counts, problems={}),
+        digest="",
+    )
+    return BatchLoader(prepared, batch_size=case.rows, max_length=case.tokens, packing=False, pad_id=0, **sharing)
 
 
 def make_heads(case: Case, target: Target, families: dict[str, type[DraftHeads]]) -> DraftHeads:
@@ -170,7 +214,9 @@ def make_heads(case: Case, target: Target, families: dict[str, type[DraftHeads]]
     torch.manual_seed(0)
     family = families[case.family]
     config = family.resolve(family.config_class(**{DEPTH[case.family]: case.depth}), target)
-    heads = family(config, target.hidden_size, target.vocab_size, torch.arange(target.vocab_size))
+    with target.device:
+        draft_ids = torch.arange(case.draft_vocabulary or target.vocab_size)
+        heads = family(config, target.hidden_size, target.vocab_size, draft_ids)
     heads.bind(target).initialise()
     for parameter in heads.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)

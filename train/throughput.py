@@ -1,7 +1,7 @@
-"""What training steps cost, ours beside naive: the same loss, in processes of their own, in turns A B A B."""
+"""What training steps cost, ours beside another form: the same loss, in processes of their own, in turns A B A B."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from heads.alignment import label_counts
 from heads.family import DraftHeads
 from train.metrics import memory_gb
 from train.own_process import own_process
+from train.savings import SAVINGS
 from train.step_cost import FORMS, NAIVE, OURS, PHASES, Case, TrainingStep, inputs_of, make_heads
 
 # Shapes: K heads or steps
@@ -29,7 +30,7 @@ def check_equal(case: Case) -> tuple[float, float]:
     """
     step = TrainingStep(replace(case, rows=1, tokens=min(case.tokens, CHECKED_TOKENS)), OURS)
     naive = make_heads(case, step.target, FORMS[NAIVE])
-    batch = step.batch.to(step.target.device)
+    batch = step.batch
     features = {tap: feature.float() for tap, feature in step.source(batch).items()}
     counts_K = label_counts(batch.supervised_BT, batch.documents_BT, case.depth)
     difference = largest_difference(step.heads, naive, features, (*inputs_of(batch), counts_K))
@@ -67,7 +68,12 @@ _steps: dict[str, TrainingStep] = {}  # of this process, by form
 
 
 def hold_step(case: Case, form: str) -> tuple[int, float]:
-    """Make the step of this process; returns its supervised tokens and the memory held before the first step."""
+    """Make the step of this process; returns its supervised tokens and the memory held before the first step.
+
+    form: ours, naive, or ours without the saving of that name.
+    """
+    if form in SAVINGS:
+        SAVINGS[form].undo()
     _steps[form] = TrainingStep(case, form)
     return _steps[form].batch.num_supervised, memory_gb()
 
@@ -77,16 +83,19 @@ def take_step(form: str) -> tuple[dict[str, float], float]:
     return _steps[form](), memory_gb()
 
 
-def measure(case: Case, rounds: int, advance: Callable[[str], None]) -> dict[str, Any]:
-    """Speed, memory and shares of both forms, and ratios; `advance` is told what comes next, `2 * (rounds + 2)` times.
+def measure(case: Case, rounds: int, advance: Callable[[str], None], other: str = NAIVE) -> dict[str, Any]:
+    """Speed, memory and shares of ours and another form, and ratios.
+
+    `advance` is told what comes next, `2 * (rounds + 2)` times.
 
     Raises:
         ValueError: if memory does not suffice.
     """
-    seconds: dict[str, list[dict[str, float]]] = {form: [] for form in FORMS}
+    forms = (OURS, other)
+    seconds: dict[str, list[dict[str, float]]] = {form: [] for form in forms}
     held, peak, tokens = {}, {}, 0
-    with own_process() as ours, own_process() as naive:
-        calls = dict(zip(FORMS, (ours, naive), strict=True))
+    with own_process() as first, own_process() as second:
+        calls = dict(zip(forms, (first, second), strict=True))
         for form, call in calls.items():
             advance(f"{case.family}: load {form}")
             tokens, held[form] = call(hold_step, case, form)
@@ -99,9 +108,9 @@ def measure(case: Case, rounds: int, advance: Callable[[str], None]) -> dict[str
     return {
         **asdict(case),
         "supervised_tokens": tokens,
-        **{form: summary(seconds[form], tokens, held[form], peak[form]) for form in FORMS},
-        **ratios(seconds),
-        "memory_ratio": peak["naive"] / peak["ours"],
+        **{form: summary(seconds[form], tokens, held[form], peak[form]) for form in forms},
+        **ratios(*seconds.values()),
+        "memory_ratio": peak[other] / peak[OURS],
     }
 
 
@@ -119,14 +128,20 @@ def summary(seconds: list[dict[str, float]], tokens: int, held_gb: float, peak_g
     }
 
 
-def ratios(seconds: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """How many times longer the naive form takes: of the medians, and the extremes of the turns."""
-    whole = {form: [sum(phases.values()) for phases in taken] for form, taken in seconds.items()}
-    rest = {form: [sum(phases.values()) - phases["target"] for phases in taken] for form, taken in seconds.items()}
-    turns = [b / a for a, b in zip(whole["ours"], whole["naive"], strict=True)]
+def ratios(ours: list[dict[str, float]], other: list[dict[str, float]]) -> dict[str, float]:
+    """How many times longer the other form takes: of the medians, and the extremes of the turns."""
+    whole = [[sum(phases.values()) for phases in taken] for taken in (ours, other)]
+    rest = [[sum(phases.values()) - phases["target"] for phases in taken] for taken in (ours, other)]
+    turns = [b / a for a, b in zip(*whole, strict=True)]
     return {
-        "speedup": statistics.median(whole["naive"]) / statistics.median(whole["ours"]),
+        "speedup": statistics.median(whole[1]) / statistics.median(whole[0]),
         "speedup_low": min(turns),
         "speedup_high": max(turns),
-        "speedup_without_target": statistics.median(rest["naive"]) / statistics.median(rest["ours"]),
+        "speedup_without_target": statistics.median(rest[1]) / statistics.median(rest[0]),
     }
+
+
+def linearity(places: Sequence[float], values: Sequence[float]) -> float:
+    """R squared of the straight line through three or more values: the share of their variance that it explains."""
+    assert len(places) >= 3, "any line fits two values"
+    return statistics.correlation(places, values) ** 2

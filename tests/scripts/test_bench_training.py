@@ -12,15 +12,18 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
+from rich.progress import Progress
 
 import scripts.bench_training
 import train.throughput
 from eval.config import from_hydra
-from scripts.bench_training import BenchConfig, bench, report
+from scripts.bench_training import BenchConfig, bench, count_turns, growth, report, savings_of
 from train import naive_losses
 from train.own_process import own_process
+from train.process_speed import measure_processes
+from train.savings import SAVINGS, Saving
 from train.step_cost import OURS, PHASES, Case, TrainingStep, load_or_make_target
-from train.throughput import check_equal, ratios
+from train.throughput import check_equal, linearity, ratios
 
 CONF = str(Path(__file__).parents[2] / "conf")
 
@@ -76,13 +79,59 @@ def test_ratios_with_and_without_the_target():
     def step(target, rest):
         return {**dict.fromkeys(PHASES, 0.0), "target": target, "loss": rest}
 
-    turns = {"ours": [step(1, 1), step(1, 1), step(1, 3)], "naive": [step(1, 5), step(1, 3), step(1, 3)]}
-    assert ratios(turns) == {
+    ours, naive = [step(1, 1), step(1, 1), step(1, 3)], [step(1, 5), step(1, 3), step(1, 3)]
+    assert ratios(ours, naive) == {
         "speedup": 2.0,
         "speedup_low": 1.0,
         "speedup_high": 3.0,
         "speedup_without_target": 3.0,
     }
+
+
+def test_straight_lines():
+    assert linearity([1, 2, 4], [3, 5, 9]) == pytest.approx(1)
+    assert linearity([1, 2, 3], [1, 0, 1]) == pytest.approx(0)
+    costs = {tokens: {"step_s": 0.1 + tokens, "step_gb": 1 / tokens} for tokens in (1, 2, 4)}
+    rows = [
+        {"family": "medusa", "depth": 5, "rows": 2, "tokens": tokens, "ours": cost} for tokens, cost in costs.items()
+    ]
+    (line,) = growth(rows)
+    assert line.startswith("medusa 5, over 2 to 8 tokens: R2 of a straight line 1.0000 for the seconds")
+    assert "0.8622 for its memory" in line
+
+
+def test_an_ablation_is_measured_and_reported(one_process, monkeypatch):
+    undone = []
+    fakes = {name: Saving((), functools.partial(undone.append, name)) for name in SAVINGS}
+    monkeypatch.setattr(train.throughput, "SAVINGS", fakes)
+    settings = tiny(families=["eagle"], ablation=True, rounds=1)
+    rows = bench(settings, Console(file=io.StringIO()))
+    assert undone == [row["without"] for row in rows] == savings_of(case("eagle"))
+    assert all(row[row["without"]]["step_s"] > 0 for row in rows)
+    assert report(rows, "tiny").count("| eagle 1 |") == len(SAVINGS)
+
+
+def test_the_progress_bar_is_full_at_the_end(one_process, monkeypatch):
+    for settings in (tiny(rounds=1, families=["medusa"]), tiny(rounds=1, families=["medusa"], ablation=True)):
+        advanced = []
+        monkeypatch.setattr(Progress, "update", lambda *_, advance, to=advanced, **__: to.append(advance))
+        bench(settings, Console(file=io.StringIO()))
+        assert sum(advanced) == count_turns(settings)
+
+
+@pytest.mark.slow
+def test_processes_share_the_rows_of_a_step():
+    rows = measure_processes(replace(case(), rows=2), [1, 2], 1, print)
+    assert [row["processes"] for row in rows] == [1, 2]
+    assert rows[0]["gain"] == 1
+    assert rows[0]["tokens_per_s"] * rows[0]["step_s"] == pytest.approx(52)
+    assert report(rows, "tiny").count("| medusa 5 |") == 2
+
+
+@pytest.mark.parametrize(("rows", "counts"), [(2, [1, 999]), (3, [1, 2])])
+def test_processes_need_cores_and_rows(rows, counts):
+    with pytest.raises(ValueError, match=f"the cores of this machine, and divide rows={rows}"):
+        measure_processes(replace(case(), rows=rows), counts, 1, print)
 
 
 def test_the_time_of_the_loss_is_not_the_heads(monkeypatch):
@@ -151,6 +200,8 @@ def test_sweeps():
         ({"supervised": 1.2}, r"supervised=1\.2 must be above 0 and at most 1"),
         ({"sweep": "layers"}, "sweep=layers must be one of tokens, heads"),
         ({"sweep": "steps", "families": ["medusa"]}, r"sweep=steps concerns none of families=\['medusa'\]"),
+        ({"sweep": "tokens", "values": [64, 128]}, "must be at least three"),
+        ({"sweep": "processes", "ablation": True}, "exclude each other"),
         ({"tokens": 8}, "tokens=8 leaves no label for depth 5"),
     ],
 )
