@@ -86,7 +86,7 @@ class BenchConfig:
     def cases(self) -> list[Case]:
         """What is measured: every family, or those that the sweep is about at each of its values."""
         plain = [self._case(family) for family in self.families]
-        if self.sweep in {None, "processes"}:
+        if self.sweep is None or self.sweep == "processes":
             return plain
         return [case for value in self.values or SWEEPS[self.sweep] for case in self._swept(plain, value)]
 

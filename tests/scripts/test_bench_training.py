@@ -44,7 +44,8 @@ def case(family: str = "medusa") -> Case:
 
 @pytest.fixture
 def one_process(monkeypatch):
-    """Measure in this process: starting others takes seconds."""
+    """Measure in this process: starting others takes seconds. Savings are not undone, just named in the list."""
+    undone: list[str] = []
 
     @contextlib.contextmanager
     def here():
@@ -52,6 +53,9 @@ def one_process(monkeypatch):
 
     for module in (scripts.bench_training, train.throughput):
         monkeypatch.setattr(module, "own_process", here)
+    fakes = {name: Saving((), functools.partial(undone.append, name)) for name in SAVINGS}
+    monkeypatch.setattr(train.throughput, "SAVINGS", fakes)  # a saving is undone for the whole process
+    return undone
 
 
 def test_every_family_is_checked_measured_and_reported(one_process):
@@ -100,13 +104,10 @@ def test_straight_lines():
     assert "0.8622 for its memory" in line
 
 
-def test_an_ablation_is_measured_and_reported(one_process, monkeypatch):
-    undone = []
-    fakes = {name: Saving((), functools.partial(undone.append, name)) for name in SAVINGS}
-    monkeypatch.setattr(train.throughput, "SAVINGS", fakes)
+def test_an_ablation_is_measured_and_reported(one_process):
     settings = tiny(families=["eagle"], ablation=True, rounds=1)
     rows = bench(settings, Console(file=io.StringIO()))
-    assert undone == [row["without"] for row in rows] == savings_of(case("eagle"))
+    assert one_process == [row["without"] for row in rows] == savings_of(case("eagle"))
     assert all(row[row["without"]]["step_s"] > 0 for row in rows)
     assert report(rows, "tiny").count("| eagle 1 |") == len(SAVINGS)
 
