@@ -55,6 +55,8 @@ class StoreWriter:
         with writing(self.directory, EXTRACT_AGAIN):
             self.directory.mkdir(parents=True, exist_ok=True)
         with _locked(self.directory):
+            for left in self.directory.glob(".tmp*"):  # by the safetensors library, where it was killed
+                left.unlink()
             with writing(self.directory / INDEX_FILE, EXTRACT_AGAIN):
                 _write_text(self.directory / INDEX_FILE, self.plan.index.to_json())
             yield self

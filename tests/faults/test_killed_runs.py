@@ -12,12 +12,9 @@ from tests.eval.serving.faulty_server import FaultyServer
 from tests.faults.harness import KILLED, kill_at, run_fork
 from tests.faults.runs import ANSWERS, Extraction, LongRun, Regeneration, Served, Training, said_by_server
 
-KINDS, MOMENTS = (Training, Extraction, Regeneration), range(20)
-CASES = [
-    pytest.param(kind, number, marks=[] if (kind, number) == (Training, 1) else pytest.mark.slow)
-    for kind in KINDS
-    for number in MOMENTS
-]
+pytestmark = pytest.mark.slow
+
+MOMENTS = range(20)
 
 
 def check_killed(run: LongRun, straight, number: int) -> None:
@@ -39,12 +36,12 @@ def check_killed(run: LongRun, straight, number: int) -> None:
     assert run.result() == straight.result, moment
 
 
-@pytest.mark.parametrize(("kind", "number"), CASES)
+@pytest.mark.parametrize("kind", [Training, Extraction, Regeneration])
+@pytest.mark.parametrize("number", MOMENTS)
 def test_a_killed_run_ends_as_if_it_never_was(kind, number, straight, chats, tmp_path):
     check_killed(kind(tmp_path / "killed", chats), straight(kind), number)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", MOMENTS)
 def test_a_killed_client_of_a_server_too(number, straight, chats, tmp_path):
     with FaultyServer(whole=said_by_server) as server:

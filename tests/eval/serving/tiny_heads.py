@@ -58,7 +58,7 @@ def save_target(model: PreTrainedModel, directory: Path) -> dict[str, Any]:
 
 
 def write_prompts(path: Path, prompts: Sequence[str]) -> str:
-    path.write_text("".join(json.dumps({"id": f"p{i}", "prompt": text}) + "\n" for i, text in enumerate(prompts)))
+    path.write_text("".join(json.dumps({"id": text, "prompt": text}) + "\n" for text in prompts))
     return str(path)
 
 
