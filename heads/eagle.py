@@ -77,7 +77,6 @@ class EagleHeads(DraftHeads):
         inputs_BTI, residual_BTD = self.enter(self.embed(next_BT, fused_BTD), fused_BTD)
         key_BGTd, value_BGTd = self.layer.keys_values(inputs_BTI, positions_BT)
         inputs_BAI, residual_BAD = at_places(inputs_BTI, places_BA), at_places(residual_BTD, places_BA)
-        mask_BAT = additive(causal_visibility(places_BA, documents_BT, positions_BT, 0, window), fused_BTD.dtype)
         own: list[tuple[Tensor, Tensor]] = []
         states: list[Tensor] = []
         for step in range(self.depth):
@@ -87,12 +86,10 @@ class EagleHeads(DraftHeads):
                 tokens_BA = ids_BT.gather(1, (places_BA + 1 + step).clamp_max(T - 1))
                 inputs_BAI, residual_BAD = self.enter(self.embed(tokens_BA, feature_BAD), feature_BAD)
                 own.append(self.layer.keys_values(inputs_BAI, at_BA))
-                if window is not None:  # the only thing that moves with the step
-                    visible_BAT = causal_visibility(places_BA, documents_BT, positions_BT, step, window)
-                    mask_BAT = additive(visible_BAT, fused_BTD.dtype)
+            visible_BAT = causal_visibility(places_BA, documents_BT, positions_BT, step, window)
             attended_BHAd = unrolled_attention(
                 self.layer.queries(inputs_BAI, at_BA), key_BGTd, value_BGTd,
-                mask_BAT, own if window is None else own[-window:],
+                additive(visible_BAT, fused_BTD.dtype), own if window is None else own[-window:],
             )  # fmt: skip
             states.append(self.layer.finish(residual_BAD, attended_BHAd))
         return torch.stack(states)
