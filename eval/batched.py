@@ -92,10 +92,9 @@ def _forward(target: Target, ids_BT: Tensor, visible_BS: Tensor, positions_BT: T
     # A padded query would see nothing at all: let it see itself, so that its softmax stays finite.
     own_TS = torch.arange(end, device=ids_BT.device) == torch.arange(start, end, device=ids_BT.device)[:, None]
     mask = additive((causal_TS & visible_BS[:, None, :end]) | own_TS, target.dtype)[:, None]
-    kept = {target.cache_argument: cache}
-    output = target.decoder(input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, use_cache=True, **kept)
+    features_BTD = target.run_decoder(ids_BT, positions_BT, mask, cache)
     cache.advance(T)
-    return output.last_hidden_state[:, -1]
+    return features_BTD[:, -1]
 
 
 def _draw(logits_BV: Tensor, sampling: SamplingConfig, streams: list[torch.Generator]) -> list[int]:

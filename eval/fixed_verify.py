@@ -57,14 +57,9 @@ class FixedVerify:
             kind: additive(self._visible(positions_N, window), self.target.dtype)
             for kind, window in self.target.windows.items()
         }
-        output = self.target.decoder(
-            input_ids=self.tokens_N[None],
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            position_ids=positions_N[None],
-            cache=self.whole,
-            use_cache=True,
-        )
-        return self.target.logits(output.last_hidden_state[0])
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        hidden_1ND = self.target.run_decoder(self.tokens_N[None], positions_N[None], mask, self.whole)
+        return self.target.logits(hidden_1ND[0])
 
     def _visible(self, positions_N: Tensor, window: int | None) -> Tensor:
         """Boolean [1, 1, N, S]: what `heads.masks.tree_mask` shows, and nothing of the rows behind the tree."""

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from heads.adapters import apply_adapter, signature
 from heads.cache import TreeCache
@@ -75,7 +76,7 @@ class Target:
         self.text_config = model.config.get_text_config()
         self.decoder: nn.Module = model.get_decoder()
         # By its old name before transformers 5.24, which would swallow the new one and decode without a cache of ours.
-        self.cache_argument = (
+        self._cache_argument = (
             "cache" if "cache" in inspect.signature(self.decoder.forward).parameters else "past_key_values"
         )
         self.embedding = cast(nn.Embedding, model.get_input_embeddings())
@@ -158,14 +159,21 @@ class Target:
         # Models with several layer types take one mask for each; the others take the single mask itself.
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         with capture_blocks(self.decoder, [tap for tap in taps if tap != FINAL_NORM]) as captured:
-            output = self.decoder(
-                input_ids=ids_BT,
-                attention_mask=mask,
-                position_ids=positions_BT,
-                use_cache=cache is not None,
-                **{self.cache_argument: cache},
-            )
-        return {**captured, FINAL_NORM: output.last_hidden_state}
+            last_BTD = self.run_decoder(ids_BT, positions_BT, mask, cache)
+        return {**captured, FINAL_NORM: last_BTD}
+
+    def run_decoder(
+        self, ids_BT: Tensor, positions_BT: Tensor, mask: Tensor | dict[str, Tensor] | None, cache: Cache | None
+    ) -> Tensor:
+        """The decoder as it is: its `final_norm` features [B, T, D]. mask: additive, or one for each kind of layer."""
+        output = self.decoder(
+            input_ids=ids_BT,
+            attention_mask=mask,
+            position_ids=positions_BT,
+            use_cache=cache is not None,
+            **{self._cache_argument: cache},
+        )
+        return output.last_hidden_state
 
 
 @contextlib.contextmanager
