@@ -1,6 +1,7 @@
-"""What a user reads when a disk is full or refuses: which file, why, how much room there is, and what to do."""
+"""Files that are written whole or not at all, and what a user reads when a disk is full or refuses."""
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,28 @@ def writing(path: Path, then: str) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise OSError(f"{path} could not be written ({error}); {remedy(path)}, then {then}") from error
+
+
+@contextlib.contextmanager
+def whole(path: Path, then: str) -> Iterator[Path]:
+    """Yield the name under which the body writes a file that then becomes `path`: readers see the old or the new one.
+
+    Raises:
+        OSError: as `writing` does; a file that was there stays.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with writing(path, then):
+        try:
+            yield partial
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str, then: str) -> None:
+    """Write a text file as `whole` does."""
+    with whole(path, then) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def remedy(path: Path) -> str:

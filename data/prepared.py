@@ -6,9 +6,7 @@
 import hashlib
 import json
 import logging
-import os
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data.disk import writing
+from data.disk import whole, write_whole, writing
 
 logger = logging.getLogger(__name__)
+
+RUN_AGAIN = "run again"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class PreparedData:
 
     def save(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Writes <digest>.safetensors, then <digest>.json, whose hash vouches for the first."""
-        with writing(folder, "run again, or give another data.cache_dir"):
+        with writing(folder, f"{RUN_AGAIN}, or give another data.cache_dir"):
             folder.mkdir(parents=True, exist_ok=True)
         tensors = {
             "ids": self.ids_N,
@@ -105,7 +105,8 @@ class PreparedData:
             "category": self.category_S,
         }
         data_file = folder / f"{self.digest}.safetensors"
-        _write(data_file, lambda name: save_file(tensors, name))
+        with whole(data_file, RUN_AGAIN) as partial:
+            save_file(tensors, partial)
         text = json.dumps(
             {
                 "key": self.digest,
@@ -116,7 +117,7 @@ class PreparedData:
             },
             indent=2,
         )
-        _write(folder / f"{self.digest}.json", lambda name: name.write_text(text + "\n"))
+        write_whole(folder / f"{self.digest}.json", text + "\n", RUN_AGAIN)
 
     @classmethod
     def load(cls, folder: Path, digest: str) -> "PreparedData | None":
@@ -159,13 +160,3 @@ def file_sha256(path: Path) -> str:
     """sha256 of the file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with writing(path, "run again"):
-        try:
-            write(temporary)
-            os.replace(temporary, path)  # readers see the old file or the whole new one
-        finally:
-            temporary.unlink(missing_ok=True)

@@ -2,13 +2,12 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from data.disk import writing
+from data.disk import write_whole
 from eval import metrics
 from eval.records import Evaluation, PromptResult, Timing
 from eval.report_page import html_page, markdown_page
@@ -16,6 +15,7 @@ from eval.run_record import other_reports, training_curves
 from eval.verdict import verdict
 
 Summary = dict[str, Any]
+AGAIN = "run again"
 
 
 def summarise(evaluation: Evaluation) -> Summary:
@@ -94,9 +94,11 @@ def write_report(evaluation: Evaluation, directory: str | Path) -> Summary:
     summary["training"] = training_curves(Path(evaluation.heads))
     summary["other_runs"] = other_reports(folder, evaluation.target, [row["name"] for row in summary["prompts"]])
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "report.json", json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
-    write_whole(folder / "report.md", markdown_page(summary))
-    write_whole(folder / "report.html", html_page(summary))
+    write_whole(
+        folder / "report.json", json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False) + "\n", AGAIN
+    )
+    write_whole(folder / "report.md", markdown_page(summary), AGAIN)
+    write_whole(folder / "report.html", html_page(summary), AGAIN)
     return summary
 
 
@@ -235,14 +237,3 @@ def _plain_json(value: Any) -> Any:
     if isinstance(value, Sequence | set):
         return [_plain_json(item) for item in value]
     return str(value)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: an earlier file stays if this one cannot be written."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with writing(path, "run again"):
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
+from data.disk import write_whole
 from eval.markdown_table import table
 from train.gpu_sections import SECTIONS, SIZES, Row, largest_size
 from train.provenance import circumstances
@@ -120,8 +121,8 @@ def write(results: dict[str, dict[str, Any]], size: str, device: str, output: Pa
     """Write gpu_check.json and gpu_check.md; returns the report."""
     text = report(results, size, device)
     content = {"circumstances": circumstances(), "device": device, "size": size, "passed": verdict(results)}
-    (output / "gpu_check.json").write_text(json.dumps({**content, "sections": results}, indent=2) + "\n")
-    (output / "gpu_check.md").write_text(text)
+    write_whole(output / "gpu_check.json", json.dumps({**content, "sections": results}, indent=2) + "\n", "run again")
+    write_whole(output / "gpu_check.md", text, "run again")
     return text
 
 

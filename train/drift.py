@@ -11,6 +11,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
+from data.disk import write_whole
 from eval.decode import cache_capacity, plain_generate
 from eval.prompts import EvalPrompt
 from eval.sampling import SamplingConfig
@@ -18,6 +19,7 @@ from eval.stopping import StopConditions
 from heads.target import FINAL_NORM, Target
 from train import checkpoint
 from train.adapter import DRIFT_FILE, Adapter
+from train.provenance import GO_ON
 
 # Shapes: T tokens, A tokens of an answer, D hidden, V vocabulary
 
@@ -61,7 +63,7 @@ def hand_out_adapter(
         return
     task = bar.add_task("drift", total=len(prompts), text="drift of the target")
     drift = measure_drift(adapter, prompts, max_new_tokens, lambda: bar.advance(task))
-    (directory / DRIFT_FILE).write_text(json.dumps(drift.to_json(), indent=2) + "\n")
+    write_whole(directory / DRIFT_FILE, json.dumps(drift.to_json(), indent=2) + "\n", GO_ON)
     logger.info(drift.sentence)
 
 

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from omegaconf import OmegaConf
 
-from data.disk import writing
+from data.disk import write_whole
 from eval.lineage import CONFIG_FILE, RUN_FILE
 from train.config import TrainConfig
 
@@ -60,20 +60,12 @@ def _made(directory: Path) -> str:
 
 def record(config: TrainConfig, directory: Path, facts: dict[str, Any]) -> str:
     """Write config.yaml and add this start to run.json; returns the run's id, the same after each resume."""
-    write_whole(directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(config.resolved())))
+    write_whole(directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(config.resolved())), GO_ON)
     path = directory / RUN_FILE
     run = json.loads(path.read_text()) if path.exists() else {"id": uuid.uuid4().hex[:8], "starts": []}
     run["starts"].append({**circumstances(), **facts})
-    write_whole(path, json.dumps(run, indent=2) + "\n")
+    write_whole(path, json.dumps(run, indent=2) + "\n", GO_ON)
     return run["id"]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file of the run's directory; killed amid it, the process leaves the file that was there."""
-    temporary = path.with_name(f".{path.name}")
-    with writing(path, GO_ON):
-        temporary.write_text(text)
-        os.replace(temporary, path)
 
 
 def circumstances() -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from data.disk import writing
+from data.disk import write_whole, writing
 from eval.lineage import METRICS_FILE, PROJECT, heads_item, offline_mode
 from train.config import TrainConfig
-from train.provenance import GO_ON, write_whole
+from train.provenance import GO_ON
 
 
 class Tracking:
@@ -76,7 +76,7 @@ def cut_rows(path: Path, step: int) -> None:
         if not line.endswith("\n") or json.loads(line)["step"] > step:
             break
         kept.append(line)
-    write_whole(path, "".join(kept))
+    write_whole(path, "".join(kept), GO_ON)
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, int | float | str | bool]:

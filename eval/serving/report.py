@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from data.disk import write_whole
 from eval.markdown_table import cell, number, table
-from eval.report import write_whole
 from eval.report_page import interval
 from eval.serving.figure import bench_figure
 from eval.serving.log import LOG_FILE, read_log
@@ -44,8 +44,8 @@ def write_report(directory: Path, earlier: Path | None = None) -> Summary:
         )
         summary["earlier"] = other["rows"]
     text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    write_whole(directory / JSON_FILE, text)
-    write_whole(directory / MARKDOWN_FILE, markdown(summary))
+    write_whole(directory / JSON_FILE, text, "run again")
+    write_whole(directory / MARKDOWN_FILE, markdown(summary), "run again")
     bench_figure(summary, directory / FIGURE_FILE)
     return summary
 

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.train.test_distributed import as_overrides, launch, rows
+from tests.train.test_distributed import as_overrides, launch
 
 SCRIPT = """
 import math, os, signal, sys
@@ -38,11 +36,3 @@ def launch_with(fault: str, launcher: str, values: dict[str, Any], folder: Path)
     script = folder / f"{fault}.py"
     script.write_text(SCRIPT.format(fault=fault))
     return launch([str(script), "model=tiny", "data=sharegpt", *as_overrides(values)], launcher)
-
-
-def assert_same_rows(one: Path, two: Path) -> None:
-    """What was logged of each step agrees, but for times."""
-    for alone, together in zip(rows(one), rows(two), strict=True):
-        assert alone.keys() == together.keys()
-        for name in alone.keys() - {"train/supervised_tokens_per_s", "train/memory_gb"}:
-            assert alone[name] == pytest.approx(together[name], abs=1e-5), (alone["step"], name)

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from tests.faults.launched import KILL, assert_same_rows, launch_with
+from tests.faults.launched import KILL, launch_with
+from tests.train.test_distributed import assert_same_rows
 from train import checkpoint
 from train.loop import train
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.launched import SPOIL, assert_same_rows, launch_with
+from tests.faults.launched import SPOIL, launch_with
+from tests.train.test_distributed import assert_same_rows
 from tests.train.test_loop import metrics
 from train import loop
 from train.config import TrainerConfig

@@ -1,8 +1,9 @@
 """Every writer of the project: how it writes version 1 or 2 of something, and which version its reader finds."""
 
 import functools
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,15 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.disk import write_whole
 from data.features import FeatureStore, fault_of
 from data.prepared import PreparedData, Summary
 from data.regenerate import AnswerLog
-from eval.report import write_whole
 from heads.identity import TargetIdentity, identify
 from heads.layout import load_heads, save_heads
 from heads.medusa import MedusaConfig, MedusaHeads
 from heads.target import Target, TargetConfig, load_target
 from tests.data.test_features import TAPS, fill, make_store_plan, some_samples
+from tests.faults.harness import Ended, Work, run_fork
 from train import checkpoint
 from train.checkpoint import RunState
 from train.tracking import cut_rows
@@ -125,6 +127,10 @@ def read_answers(root: Path) -> int | None:
     return versions[-1] if versions else None
 
 
+def save_report(root: Path, version: int) -> None:
+    write_whole(root / "report.json", json.dumps({"version": version}), "run again")
+
+
 def read_report(root: Path) -> int | None:
     return json.loads((root / "report.json").read_text())["version"]
 
@@ -157,13 +163,36 @@ WRITERS = {
     "prepared data": Writer(save_prepared, read_prepared, "then run again", may_lack=True),
     "features": Writer(fill_store, read_store, EXTRACT),
     "answers": Writer(append_answers, read_answers, "then run again to go on"),
-    "report": Writer(lambda root, v: write_whole(root / "report.json", f'{{"version": {v}}}'), read_report, "then run"),
+    "report": Writer(save_report, read_report, "then run again"),
     "metrics": Writer(cut_metrics, read_metrics, RESUME),
     "heads": Writer(
         lambda root, version: save_heads(heads(version), root / "heads", identity()), read_heads, "", may_lack=True
     ),
 }
+SIZES = (0, 1, 100, 1000, 3000)  # bytes of a file
 SLOW = {"checkpoint", "the same step", "prepared data", "features", "heads"}  # they change many files
 each_writer = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in WRITERS]
 )
+
+
+def for_each_change(writer: Writer, folder: Path, fault: Callable[[int], Work]) -> Iterator[tuple[Path, Ended]]:
+    """Where and how writing ended under `fault` at the n-th change of a file, for every n until it ends well."""
+    for number in itertools.count():
+        root, ended = _write_under(writer, folder / str(number), fault(number))
+        if ended.code == 0:
+            return
+        yield root, ended
+
+
+def for_each_size(writer: Writer, folder: Path, fault: Callable[[int], Work]) -> Iterator[tuple[Path, Ended]]:
+    """Where and how writing ended under `fault` at each of SIZES."""
+    for size in SIZES:
+        yield _write_under(writer, folder / str(size), fault(size))
+
+
+def _write_under(writer: Writer, root: Path, fault: Work) -> tuple[Path, Ended]:
+    """Version 1 is written; version 2 meets `fault`."""
+    root.mkdir()
+    writer.write(root, 1)
+    return root, run_fork(lambda: writer.write(root, 2), fault)
