@@ -17,6 +17,6 @@ TILE_LOGITS = 2**19
 def tiles(block_CV: Tensor) -> Iterator[slice]:
     """The rows of each tile of a block."""
     rows, size = block_CV.shape
-    step = max(1, TILE_LOGITS // size) if block_CV.device.type == "cpu" else rows
-    for start in range(0, rows, max(1, step)):
+    step = max(1, TILE_LOGITS // size if block_CV.device.type == "cpu" else rows)
+    for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

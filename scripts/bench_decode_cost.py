@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from eval.benchmark import run_benchmark
+from eval.benchmark import PROBE_TREE, run_benchmark
 from eval.config import from_hydra, heads_as_source
 from eval.cost import DRAFT, LEVEL, PLAIN, measure_costs
 from eval.drafting import build_drafter, for_serving
@@ -22,7 +22,6 @@ from heads.layout import heads_directory, load_heads
 from heads.target import load_target
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 
 
 def bench(config: EvalConfig) -> Table:
@@ -30,7 +29,7 @@ def bench(config: EvalConfig) -> Table:
     target = load_target(config.model)
     heads = for_serving(load_heads(heads_directory(config.source), target), target)
     prompts = load_prompts(config.prompts, target, config.limit or 8)
-    drafter = build_drafter(heads, TREE.pruned(heads.depth))
+    drafter = build_drafter(heads, Tree.from_choices(PROBE_TREE).pruned(heads.depth))
     costs = measure_costs(target, drafter, SIZES, rounds=15)
     results = list(run_benchmark(target, drafter, list(enumerate(prompts)), config.benchmark))
     cycles = sum(len(result.cycles) for result in results)

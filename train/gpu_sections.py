@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from eval.benchmark import PROBE_TREE
 from eval.cost import COMPILED, DRAFT, EAGER, GRAPH, LEVEL, PLAIN, loop_overhead, measure_costs
 from eval.drafters import Drafter
 from eval.drafting import build_drafter, for_serving
@@ -27,7 +28,7 @@ from train.utilisation import measure_training
 
 CHECKOUT = Path(__file__).parents[1]
 TREES: dict[str, Tree | DynamicTree] = {
-    "medusa": Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]),
+    "medusa": Tree.from_choices(PROBE_TREE),
     "eagle3": DynamicTree(nodes=7, depth=3, width=4),
 }
 # The promises on the device of the machine: decoding, losses, steps, and a run that goes on bit for bit.

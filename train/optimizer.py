@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from heads.target import Target
 from train.config import TrainerConfig
+from train.sharded_target import held_part
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +19,7 @@ logger = logging.getLogger(__name__)
 def trainable_parameters(heads: nn.Module, target: Target) -> dict[str, nn.Parameter]:
     """The parameters to train, by name: those of the heads that require a gradient, none of the target's."""
     trainable = {name: parameter for name, parameter in heads.named_parameters() if parameter.requires_grad}
-    held = [part.to_local() if isinstance(part, DTensor) else part for part in target.model.parameters()]
-    frozen = {parameter.untyped_storage().data_ptr() for parameter in held}
+    frozen = {held_part(parameter).untyped_storage().data_ptr() for parameter in target.model.parameters()}
     assert trainable, "the heads have nothing to train"
     assert not any(parameter.requires_grad for parameter in target.model.parameters()), "the target is not frozen"
     for name, parameter in trainable.items():

@@ -5,7 +5,6 @@ Every process has one core, so that two of them are compared with half of what t
 
 import contextlib
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
 from data.batches import BatchLoader
+from eval.serving.engine_process import free_port
 from heads import HEADS
 from train.config import TrainerConfig
 from train.features import FeatureSource
@@ -89,7 +89,7 @@ def measure_processes(
         threads = stack.enter_context(ThreadPoolExecutor(max(counts)))
         for count, calls in teams.items():
             advance(f"{case.family}: {count} processes meet")
-            port = _free_port()
+            port = free_port()
             places = [(join, case, rank, count, cores[rank], port) for rank in range(count)]
             tokens = max(threads.map(lambda call, place: call(*place), calls, places))
         for turn in range(rounds + 1):
@@ -104,9 +104,3 @@ def measure_processes(
         | {"gain": medians[counts[0]] / median}
         for count, median in medians.items()
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]

@@ -9,7 +9,7 @@ import logging
 from dataclasses import replace
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -47,6 +47,11 @@ def share_out(config: TargetConfig, accelerator: Accelerator) -> Target:
         accelerator.wait_for_everyone()
     assert target is not None
     parameters = list(target.model.parameters())
-    held = sum((part.to_local() if isinstance(part, DTensor) else part).numel() for part in parameters)
-    logger.info("this process holds %d of the target's %d parameters", held, sum(part.numel() for part in parameters))
+    held = sum(held_part(parameter).numel() for parameter in parameters)
+    logger.info("this process holds %d of the target's %d parameters", held, sum(p.numel() for p in parameters))
     return target
+
+
+def held_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor that may be shared out."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -46,7 +46,7 @@ def running(launch: Launch, log: Path, timeout_s: float) -> Iterator[str]:
         EngineFailed: if it ends by itself, or is not healthy within `timeout_s`.
         OSError: if the command cannot be run.
     """
-    address = f"http://{HOST}:{(port := _free_port())}"
+    address = f"http://{HOST}:{(port := free_port())}"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -75,7 +75,8 @@ def tail(log: Path) -> list[str]:
     return [line[:WIDTH] for line in lines if line.strip()][-TAIL:]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine at which nothing listens."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
