@@ -55,7 +55,7 @@ def _output_note(summary: Summary) -> str:
     if summary["greedy_equal"]:
         return f"the output equals plain greedy decoding on all {equality['compared']} prompts"
     differing = f"{equality['compared'] - equality['equal']} of {equality['compared']} prompts"
-    dtype = str(summary["settings"]["dtype"]).removeprefix("torch.")
+    dtype = summary["settings"]["dtype"]
     margin = equality["largest_margin"]
     shown = "unknown" if margin is None else f"{margin:.3g}"
     where = f"in {dtype} the output leaves plain greedy decoding on {differing}"

@@ -30,7 +30,7 @@ from heads.export.files import (
 )
 from heads.family import DraftHeads
 from heads.identity import TargetIdentity, check, identify
-from heads.target import DTYPES, Target
+from heads.target import DTYPES, Target, dtype_name
 from heads.vocabulary import check_offsets, from_offsets
 
 FORMAT, FORMAT_VERSION = "headstart", 1
@@ -64,7 +64,7 @@ def save_heads(
         ValueError: if the weights are neither float32 nor bfloat16, or the directory holds other files.
         OSError: if writing fails; what was there before stays.
     """
-    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in heads.parameters()}
+    dtypes = {dtype_name(parameter.dtype) for parameter in heads.parameters()}
     if len(dtypes) > 1 or not dtypes <= set(SAVED_DTYPES):
         raise ValueError(f"heads are {', '.join(sorted(dtypes))}; save them as all float32 or all bfloat16")
     config = {

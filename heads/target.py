@@ -35,6 +35,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FINAL_NORM = "final_norm"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as configs and files spell it: "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class TargetConfig:
     """Which target, and how to hold it (`conf/model/`).

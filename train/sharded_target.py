@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from heads.target import Target, TargetConfig, load_target, preferred_dtype
+from heads.target import Target, TargetConfig, dtype_name, load_target, preferred_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def share_out(config: TargetConfig, accelerator: Accelerator) -> Target:
             "--num_processes, or spread it over the GPUs of one process by model.device_map=auto"
         )
     if config.dtype == "auto":  # of the device where it will run
-        config = replace(config, dtype=str(preferred_dtype(device)).removeprefix("torch."))
+        config = replace(config, dtype=dtype_name(preferred_dtype(device)))
     mesh = init_device_mesh(device.type, (accelerator.num_processes,))
     target = None
     for turn in range(accelerator.num_processes):

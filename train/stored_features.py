@@ -16,7 +16,7 @@ from data.prepared import PreparedData
 from heads.family import DraftHeads
 from heads.identity import identify
 from heads.reads import DOCUMENT, FUTURE, Reads, holds, positions_read, training_reads
-from heads.target import FINAL_NORM, Target
+from heads.target import FINAL_NORM, Target, dtype_name
 from train.features import FeatureSource, document_features
 
 # Shapes: T tokens of a document, D hidden
@@ -95,7 +95,7 @@ def made_for(target: Target, heads: DraftHeads, prepared: PreparedData) -> dict[
     return {
         **identity,
         "target.revision": target.config.revision,
-        "target.dtype": str(target.dtype).removeprefix("torch."),
+        "target.dtype": dtype_name(target.dtype),
         "target.blocks_sha256": blocks_sha256(target),
         "data": prepared.digest,
         READS: {tap: sorted(kinds) for tap, kinds in training_reads(heads).items()},

@@ -22,7 +22,7 @@ from heads.export.files import read_tensors
 from heads.family import DraftHeads
 from heads.identity import identify
 from heads.medusa import MedusaHeads
-from heads.target import DTYPES, FINAL_NORM, Target
+from heads.target import DTYPES, FINAL_NORM, Target, dtype_name
 
 # Shapes: P prompt tokens, T tokens with the continuation, F featured positions, A anchors, R probed anchors, K drafted
 # steps, S trained steps, C columns, D hidden, Vd draft vocabulary
@@ -48,7 +48,7 @@ def certify(
     heads = heads.float().eval()
     (weights_file,) = folder.glob("*.safetensors")
     tensors = read_tensors(weights_file)
-    dtype = next(str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.is_floating_point())
+    dtype = next(dtype_name(t.dtype) for t in tensors.values() if t.is_floating_point())
     golden = record(heads, target, texts, anchors)
     steps = golden.prompts[0].proposals_AK.shape[1]
     lm_head_copied = heads.kind != "eagle3" and "lm_head.weight" in tensors
@@ -60,7 +60,7 @@ def certify(
         format=format_name,
         dtype=dtype,
         target=identify(target),
-        target_dtype=str(target.dtype).removeprefix("torch."),
+        target_dtype=dtype_name(target.dtype),
         template_kwargs=dict(target.config.template_kwargs),
         prompts=list(texts),
         taps=list(heads.taps),

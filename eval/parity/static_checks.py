@@ -10,6 +10,7 @@ from eval.parity.digests import tensor_digests
 from eval.parity.exported import Exported, Finding
 from eval.parity.layouts import LAYOUTS, NORM_FLAGS, EagleSpec, block_of, read_taps
 from heads.export.files import CHECKSUM_FILE, read_tensors, verify_checksums
+from heads.target import dtype_name
 
 # Shapes: V vocabulary, Ve ids that the engine drafts, D hidden
 
@@ -84,7 +85,7 @@ def check_tensors(exported: Exported) -> Iterator[Finding]:
     problems = exported.expected.problems(exported.tensors)
     dropped = [name for name in exported.tensors if name.endswith(".bias") and f"{name} is unexpected" in problems]
     problems += [f"{exported.engine} drops {name}: config.json does not announce it" for name in dropped]
-    dtypes = {str(t.dtype).removeprefix("torch.") for t in exported.tensors.values() if t.is_floating_point()}
+    dtypes = {dtype_name(t.dtype) for t in exported.tensors.values() if t.is_floating_point()}
     if dtypes != {exported.certificate.dtype}:
         problems.append(f"weights are {', '.join(sorted(dtypes))}, exported were {exported.certificate.dtype}")
     expected = f"{len(exported.expected.required)} needed"

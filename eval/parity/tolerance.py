@@ -10,7 +10,7 @@ logits are closer than that, either may be the larger: such a proposal is counte
 import torch
 
 from eval.parity.exported import Exported
-from heads.target import DTYPES
+from heads.target import DTYPES, dtype_name
 
 FLOOR = 1e-4
 EPSILONS = 8  # of the dtype: what a few layers of rounded weights may add up to
@@ -36,4 +36,4 @@ def feature_tolerance(exported: Exported) -> float:
 
 
 def _dtype(exported: Exported) -> str:
-    return str(exported.target.dtype).removeprefix("torch.")
+    return dtype_name(exported.target.dtype)

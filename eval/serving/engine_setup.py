@@ -9,7 +9,7 @@ from eval.serving.served_heads import ServedHeads
 from eval.serving.target_file import SERVER, TargetFile, find_program
 from heads.embedded import smollm2_directory
 from heads.export.engines import OUTTYPES
-from heads.target import Target
+from heads.target import Target, dtype_name
 
 
 def build_engine(
@@ -21,7 +21,7 @@ def build_engine(
         EngineUnavailable: if this machine cannot have the engine.
         ValueError: if its installation or the conversion of the target fails.
     """
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.dtype)
     if gguf is None:
         python = Path(config.python) if config.python else vllm_engine.cpu_python()
         revision = ["--revision", config.model.revision] if config.model.revision else []
@@ -42,7 +42,7 @@ def target_file(config: ServeCheckConfig, target: Target) -> TargetFile | None:
     """The target as llama.cpp reads it; None for engines that read it as it is."""
     if config.engine != "llamacpp":
         return None
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.dtype)
     folder = config.directory / "gguf"
     return TargetFile(config.target_gguf, config.converter, target_location(config.model.path), dtype, folder)
 

@@ -22,7 +22,7 @@ from heads.export.files import (
     refuse_pickle,
     verify_checksums,
 )
-from heads.target import DTYPES, Target
+from heads.target import DTYPES, Target, dtype_name
 from heads.vocabulary import check_offsets, from_offsets, membership, to_offsets
 
 # Shapes: V vocabulary, Vd draft vocabulary, D hidden
@@ -44,7 +44,7 @@ def import_heads(directory: Path, target: Target, kind: str, format_name: str) -
     path = directory / WEIGHTS_FILE
     tensors = _own_block(read_tensors(path), form, path)
     dtype = _dtype(tensors, path)
-    outline = read_outline(form, config, target, str(dtype).removeprefix("torch."), directory / CONFIG_FILE)
+    outline = read_outline(form, config, target, dtype_name(dtype), directory / CONFIG_FILE)
     table = _expected(form, outline, tensors)
     check_tensors(tensors, {name: (at.shape, at.dtype or dtype) for name, at in table.items()}, path)
     verify_checksums(directory)

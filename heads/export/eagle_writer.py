@@ -17,7 +17,7 @@ from heads.export.engines import GGUF_FILE, SERVER_FILE
 from heads.export.files import write_json
 from heads.export.package import Companion, Content, Export, cast_weights, load_as, write_export
 from heads.identity import public_name
-from heads.target import Target
+from heads.target import Target, dtype_name
 
 # Shapes: V vocabulary, Vd draft vocabulary
 
@@ -99,7 +99,7 @@ def outline_of(heads: EagleHeads, target: Target, dtype: str | None = None) -> O
         vocab_size=heads.vocab_size,
         draft_vocab_size=len(heads.d2t),
         target_layers=target.num_layers,
-        dtype=dtype or str(heads.layer.o_proj.weight.dtype).removeprefix("torch."),
+        dtype=dtype or dtype_name(heads.layer.o_proj.weight.dtype),
         target=public_name(target.config),
         target_architecture=architectures[0],
     )

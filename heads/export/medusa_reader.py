@@ -16,7 +16,7 @@ from heads.export.files import (
 )
 from heads.export.medusa_formats import TARGET_LM_HEAD, MedusaFormat, Outline, find_format
 from heads.medusa import MedusaConfig, MedusaHeads
-from heads.target import DTYPES, Target
+from heads.target import DTYPES, Target, dtype_name
 
 # Shapes: D hidden, V vocabulary
 
@@ -43,7 +43,7 @@ def import_heads(directory: Path, target: Target, format_name: str) -> MedusaHea
             f"{path} holds {', '.join(sorted(map(str, dtypes)))}; all must share one of {', '.join(DTYPES)}"
         )
     dtype = dtypes.pop()
-    outline = _outline(form, config, target, str(dtype).removeprefix("torch."), directory / CONFIG_FILE)
+    outline = _outline(form, config, target, dtype_name(dtype), directory / CONFIG_FILE)
     _check_lm_heads(form, outline, tensors, path)
     table = form.tensors(outline)
     check_tensors(tensors, {name: (at.shape, dtype) for name, at in table.items()}, path)

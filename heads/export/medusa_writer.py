@@ -9,7 +9,7 @@ from heads.export.medusa_formats import TARGET_LM_HEAD, MedusaFormat, Outline, f
 from heads.export.package import Companion, Content, Export, cast_weights, load_as, write_export
 from heads.identity import public_name
 from heads.medusa import MedusaHeads
-from heads.target import Target
+from heads.target import Target, dtype_name
 
 # Shapes: K heads, D hidden, V vocabulary
 
@@ -41,7 +41,7 @@ def export_heads(
         hidden_size=heads.hidden_size,
         vocab_size=heads.vocab_size,
         shared=heads.config.lm_head == "shared",
-        dtype=dtype or str(heads.block_weight.dtype).removeprefix("torch."),
+        dtype=dtype or dtype_name(heads.block_weight.dtype),
         target=public_name(target.config),
     )
     content = Content(
