@@ -3,20 +3,18 @@
 import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import rich.console
-import rich.progress
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Conversation, read_conversations
 from data.fingerprint import key_of, key_parts
 from data.prepared import PreparedData
 from data.problems import Problems
+from data.progress import Progress
 from data.samples import SampleBuilder
 
 logger = logging.getLogger(__name__)
@@ -84,7 +82,7 @@ def prepare(
 ) -> PreparedData:
     """Renders `sources` (config.train or config.heldout) or takes the stored result of the same settings.
 
-    `eos_ids`: every id at which serving stops. `progress`: a bar on standard error. Raises ValueError for
+    `eos_ids`: every id at which serving stops. `progress`: shown on standard error. Raises ValueError for
     a missing or empty source, for more bad rows than config.max_bad_share, and if no sample is left.
     """
     parameters = {
@@ -103,10 +101,10 @@ def prepare(
         return stored
     problems = Problems()
     builder = SampleBuilder(tokenizer, eos_ids, config.template_kwargs, config.max_length)
-    with _progress(progress) as advance:
+    with Progress("rendering", "conversations", None, shown=progress) as counter:
         for conversation in _conversations(sources, config.limit, problems):
             builder.add(conversation.with_system(config.system_prompt), problems)
-            advance()
+            counter.advance(1)
     problems.check(config.max_bad_share)
     prepared = builder.finish(problems, key)
     prepared.save(folder, {**parts, "paths": list(sources)})
@@ -122,13 +120,3 @@ def _conversations(sources: Sequence[str], limit: int | None, problems: Problems
 def default_cache() -> Path:
     """Where prepared data is kept unless `cache_dir` says otherwise."""
     return Path(os.environ.get("HEADSTART_CACHE", "~/.cache/headstart")) / "data"
-
-
-@contextmanager
-def _progress(shown: bool) -> Iterator[Any]:
-    columns = (rich.progress.TextColumn("{task.description}"), rich.progress.SpinnerColumn())
-    counts = (rich.progress.TextColumn("{task.completed} conversations"), rich.progress.TimeElapsedColumn())
-    console = rich.console.Console(stderr=True)
-    with rich.progress.Progress(*columns, *counts, console=console, disable=not shown) as bar:
-        task = bar.add_task("rendering", total=None)
-        yield lambda: bar.advance(task)

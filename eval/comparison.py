@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from data.progress import track
 from eval.benchmark import ENGINE, GENERATE, Bench, BenchmarkConfig, measure_prompt, probe_plain
 from eval.drafters import Drafter
 from eval.metrics import alpha, alpha_rates, bootstrap_ratio, fastest_plain, heads_timings, plain_timings, tau
@@ -31,7 +32,7 @@ def decode_all(
     names = list(benches)
     for name in names:
         measure_prompt(benches[name], prompts[0], 0)  # warms up
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(track(prompts, "decoding", "prompts", len(prompts))):
         for place in range(len(names)):
             name = names[(number + place) % len(names)]
             results[name].append(measure_prompt(benches[name], prompt, number, with_generate))

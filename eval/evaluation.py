@@ -11,8 +11,8 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from rich.progress import track
 
+from data.progress import track
 from eval.benchmark import ENGINE, GENERATE, BenchmarkConfig, drafter_for, probe_plain, run_benchmark
 from eval.drafting import for_serving
 from eval.level_drafter import DynamicTree
@@ -25,7 +25,7 @@ from eval.tree import Tree
 from eval.tree_choice import AUTO, TreeConfig, measure_and_choose
 from heads.family import DraftHeads
 from heads.layout import heads_directory, load_heads
-from heads.target import Target, TargetConfig, load_target
+from heads.target import Target, TargetConfig, dtype_name, load_target
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +82,10 @@ def evaluate(config: EvalConfig) -> Summary | None:
         lossless=config.benchmark.acceptance.lossless,
         depth=tree.depth,
         tree=[] if isinstance(tree, DynamicTree) else tree.choices(),
-        results=list(track(rows, "decoding", total=len(mine), disable=not accelerator.is_main_process)),
+        results=list(track(rows, "decoding", "prompts", len(mine), shown=accelerator.is_main_process)),
         settings=_settings(config, target, tree, rates),
         cost_ms=costs,
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=dtype_name(target.dtype),
     )
     others.clear()  # a second target is not held while processes wait for one another
     parts = gather_object([part])
@@ -124,7 +124,7 @@ def _winners(config: EvalConfig, target: Target, rates: dict[str, float]) -> lis
 
 def _other_settings(config: EvalConfig, target: Target) -> list[str]:
     """Names of the plain settings in other dtypes."""
-    return [f"{ENGINE}, {name}" for name in config.other_dtypes if name != str(target.dtype).removeprefix("torch.")]
+    return [f"{ENGINE}, {name}" for name in config.other_dtypes if name != dtype_name(target.dtype)]
 
 
 def _in_dtype(setting: str, config: EvalConfig, target: Target) -> Target:

@@ -7,6 +7,7 @@ python scripts/bench_server.py source=outputs/on      # the report of a bench th
 """
 
 import asyncio
+import logging
 import re
 import signal
 import sys
@@ -57,6 +58,8 @@ def heads_as_flag(arguments: list[str]) -> list[str]:
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench_server")
 def main(composed: DictConfig) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every request
     try:
         config = from_hydra(BenchConfig, composed)
         code, broken_off = (0, "") if config.source else measure(config)

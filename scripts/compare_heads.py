@@ -6,6 +6,7 @@ python scripts/compare_heads.py runs=[outputs/a,outputs/b]                      
 """
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -166,6 +167,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="compare")
 def main(composed: DictConfig) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         config = from_hydra(CompareConfig, composed)
         use_threads(config.threads)

@@ -16,11 +16,11 @@ from typing import Any
 import hydra
 import torch
 from omegaconf import DictConfig
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from data.feature_plan import Plan
 from data.feature_precision import check_precision
 from data.prepared import PreparedData
+from data.progress import Progress
 from data.shards import DataConfig, prepare
 from eval.threads import use_threads
 from heads import HEADS
@@ -57,8 +57,15 @@ def extract(config: ExtractConfig) -> Path:
     prepared = prepare(data.train, data, target.tokenizer, target.eos_ids, progress=True)
     plan = plan_store(target, outline_of(config.heads, target), prepared, config.precision, config.shard_mb * 1e6)
     directory = store_directory(Path(config.output), plan.index)
-    with FeatureProgress(plan.tokens) as advance:
-        fill_store(directory, plan, target, advance)
+    with Progress("extracting", "tokens", plan.tokens) as progress:
+        size = 0
+
+        def on_documents(tokens: int, their_bytes: int) -> None:
+            nonlocal size
+            size += their_bytes
+            progress.advance(tokens, f"{size / 1e9:.2f} GB")
+
+        fill_store(directory, plan, target, on_documents)
     print(closing_line(plan, prepared, directory))
     return directory
 
@@ -78,33 +85,6 @@ def closing_line(plan: Plan, prepared: PreparedData, directory: Path) -> str:
         f"in {directory}: {size / supervised:,.0f} bytes for each supervised token, {size / naive_bytes(plan):.1%} of "
         f"a dump of all positions in 16 bits; train with trainer.features={directory}"
     )
-
-
-class FeatureProgress:
-    """A bar over tokens with tokens per second and gigabytes; entering it gives the function that moves it."""
-
-    def __init__(self, tokens: int):
-        columns = (BarColumn(), TextColumn("{task.fields[text]}"), TimeElapsedColumn(), TimeRemainingColumn())
-        self.progress = Progress(TextColumn("features"), *columns)
-        self.bar = self.progress.add_task("features", total=tokens, text="")
-        self.size = 0
-
-    def __enter__(self):
-        self.progress.start()
-        return self.advance
-
-    def __exit__(self, *exception: object) -> None:
-        self.progress.stop()
-
-    def advance(self, tokens: int, size: int) -> None:
-        """`tokens` more are done, which take `size` bytes."""
-        self.size += size
-        self.progress.advance(self.bar, tokens)
-        task = self.progress.tasks[self.bar]
-        rate = task.speed or 0.0
-        self.progress.update(
-            self.bar, text=f"{task.completed:,.0f} of {task.total:,.0f} tokens, {rate:,.0f}/s, {self.size / 1e9:.2f} GB"
-        )
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="extract")

@@ -1,41 +1,30 @@
-"""What a person sees of a bench: a bar over all requests, with the block under way and what it gives."""
+"""What a person sees of a bench: how many requests are done, with the block under way and what it gives."""
 
 import time
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
+from data.progress import Progress
 from eval.serving.records import Block, RequestResult
 
 
 class ProgressDisplay:
-    """A bar of `total` requests; tokens per second are those of the block under way."""
+    """Progress over `total` requests; tokens per second are those of the block under way."""
 
     def __init__(self, total: int, repeats: int):
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self.repeats, self.failures, self.tokens, self.began = repeats, 0, 0, 0.0
-        self.bar = self.progress.add_task("warm-up", total=total, text="")
+        self.progress, self.repeats = Progress("bench", "requests", total), repeats
+        self.name, self.failures, self.tokens, self.began = "", 0, 0, 0.0
 
     def __enter__(self) -> "ProgressDisplay":
-        self.progress.start()
+        self.progress.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.progress.stop()
+        self.progress.__exit__(*exception)
 
     def block(self, block: Block) -> None:
         """A block begins."""
         self.tokens, self.began = 0, time.perf_counter()
-        name = f"heads {block.arm}, concurrency {block.concurrency}, repeat {block.repeat + 1}/{self.repeats}"
-        self.progress.update(self.bar, description=name)
+        self.name = f"heads {block.arm}, concurrency {block.concurrency}, repeat {block.repeat + 1}/{self.repeats}"
+        self.progress.advance(0, self.name)
 
     def request(self, result: RequestResult) -> None:
         """A request has ended."""
@@ -43,4 +32,4 @@ class ProgressDisplay:
         self.failures += result.failure is not None
         rate = self.tokens / (time.perf_counter() - self.began)
         failures = f", {self.failures} failed" if self.failures else ""
-        self.progress.update(self.bar, advance=1, text=f"{rate:.1f} tokens/s{failures}")
+        self.progress.advance(1, f"{self.name}: {rate:.1f} tokens/s{failures}")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hydra import compose, initialize_config_dir
 
-from data import disk
+from data import disk, progress
 from scripts.extract_features import ExtractConfig, extract
 from tests.test_configs import CONF
 from train.config import with_heads
@@ -38,9 +38,16 @@ def composed(overrides: list[str]) -> ExtractConfig:
         return with_heads(ExtractConfig, compose("extract", overrides=overrides))
 
 
-def test_features_are_written_once_and_the_last_line_says_what_they_take(overrides, tmp_path, capsys):
+def test_features_are_written_once_and_the_last_line_says_what_they_take(
+    overrides, tmp_path, capsys, caplog, monkeypatch
+):
     config = composed([*overrides, f"output={tmp_path / 'features'}"])
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    caplog.set_level("INFO")
     directory = extract(config)
+    said = [message for message in caplog.messages if message.startswith("extracting: ")]
+    assert len(said) == 12
+    assert re.match(r"extracting: ([\d,]+) of \1 tokens \(100%\).* \d\.\d\d GB", said[-1])
     line = capsys.readouterr().out.splitlines()[-1]
     size = sum(file.stat().st_size for file in directory.iterdir())
     found = re.fullmatch(
