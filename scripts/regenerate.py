@@ -7,16 +7,17 @@ python scripts/regenerate.py url=http://localhost:8000/v1 prompts=[prompts.jsonl
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from data.conversations import load_conversations
+from data.progress import Progress
 from data.regenerate import AnswerLog, Job, Prompt, answer, invent, open_jobs, read_prompts, user_turn_prefix
+from data.regenerate_settings import keep_to_settings
 from eval.batched import generate_batch
 from eval.config import from_hydra
 from eval.sampling import SamplingConfig
@@ -24,6 +25,8 @@ from eval.serving.answering import AnsweringClient, ServerConfig, request_fields
 from eval.serving.load import ServerGone
 from eval.serving.regeneration import Intake, answer_by_server
 from heads.target import Target, TargetConfig, load_target, load_tokenizer
+
+TARGET_SETTINGS = ("path", "revision", "dtype", "adapter", "quantization", "template_kwargs")
 
 
 @dataclass(frozen=True)
@@ -55,19 +58,43 @@ class RegenerateConfig(ServerConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
+    def answer_settings(self) -> dict[str, Any]:
+        """What an answer follows from, beside its prompt."""
+        room = {"max_new_tokens": self.max_new_tokens}
+        server = {"served_model": self.served_model, "extra_body": self.extra_body}
+        return {**self._target_settings(), **_named("sampling", self.sampling), **room, **server}
+
+    def prompt_settings(self) -> dict[str, Any]:
+        """What an invented prompt follows from."""
+        room = {"max_prompt_tokens": self.max_prompt_tokens}
+        return {**self._target_settings(), **_named("prompt_sampling", self.prompt_sampling), **room}
+
+    def _target_settings(self) -> dict[str, Any]:
+        return {"seed": self.seed, **{f"model.{name}": getattr(self.model, name) for name in TARGET_SETTINGS}}
+
+
+def _named(group: str, sampling: SamplingConfig) -> dict[str, Any]:
+    return {f"{group}.{name}": value for name, value in asdict(sampling).items()}
+
 
 def regenerate(config: RegenerateConfig) -> None:
-    """Invent what is asked for, then answer everything into `config.output`, by the server at `config.url` if given."""
-    if config.url is not None:
-        _by_server(config)
-        return
-    target = load_target(config.model)
-    output = Path(config.output)
+    """Invent what is asked for, then answer everything into `config.output`, by the server at `config.url` if given.
+
+    Raises:
+        ValueError: if the rows that are there were made by other settings, or for a target or prompts of no use.
+    """
     prompts = read_prompts(load_conversations(config.prompts, needs_answer=False)) if config.prompts else []
+    with AnswerLog(Path(config.output)) as log:
+        keep_to_settings(log, config.answer_settings())
+        closing = (_in_process if config.url is None else _by_server)(config, prompts, log)
+    print(closing)
+
+
+def _in_process(config: RegenerateConfig, prompts: list[Prompt], log: AnswerLog) -> str:
+    target = load_target(config.model)
     if config.invent:
-        prompts += _invented(config, target, output.with_suffix(".prompts.jsonl"), prompts)
-    total = len(prompts) * config.samples
-    with AnswerLog(output) as log, TokenProgress("answers", total, len(log.rows)) as (on_rows, on_tokens):
+        prompts = prompts + _invented(config, target, log.path.with_suffix(".prompts.jsonl"), prompts)
+    with TokenProgress("answering", "answers", len(prompts) * config.samples, len(log.rows)) as (on_rows, on_tokens):
         answer(
             prompts,
             log,
@@ -80,28 +107,26 @@ def regenerate(config: RegenerateConfig) -> None:
             config.seed,
             on_rows,
         )
-    print(_closing(log, output))
+    return _closing(log)
 
 
-def _by_server(config: RegenerateConfig) -> None:
-    output, template_kwargs = Path(config.output), dict(config.model.template_kwargs)
+def _by_server(config: RegenerateConfig, prompts: list[Prompt], log: AnswerLog) -> str:
+    template_kwargs = dict(config.model.template_kwargs)
     tokenizer, eos_ids = load_tokenizer(config.model)
-    prompts = read_prompts(load_conversations(config.prompts, needs_answer=False))
     total = len(prompts) * config.samples
-    with AnswerLog(output) as log:
-        jobs = open_jobs(prompts, log, tokenizer, template_kwargs, config.samples, config.seed)
-        with TokenProgress("answers", total, total - len(jobs)) as (on_rows, on_tokens):
+    jobs = open_jobs(prompts, log, tokenizer, template_kwargs, config.samples, config.seed)
+    with TokenProgress("answering", "answers", total, total - len(jobs)) as (on_rows, on_tokens):
 
-            def on_answer(tokens: int) -> None:
-                on_rows(1)
-                on_tokens(tokens)
+        def on_answer(tokens: int) -> None:
+            on_rows(1)
+            on_tokens(tokens)
 
-            intake = Intake(log, tokenizer, eos_ids, total, config.max_failed_share, on_answer)
-            try:
-                asyncio.run(_ask(config, jobs, intake, template_kwargs))
-            except ServerGone as error:
-                raise ValueError(f"{error}; start it and run again to go on: {_closing(log, output)}") from error
-    print("; ".join(note for note in (_closing(log, output), intake.closing()) if note))
+        intake = Intake(log, tokenizer, eos_ids, total, config.max_failed_share, on_answer)
+        try:
+            asyncio.run(_ask(config, jobs, intake, template_kwargs))
+        except ServerGone as error:
+            raise ValueError(f"{error}; start it and run again to go on: {_closing(log)}") from error
+    return "; ".join(note for note in (_closing(log), intake.closing()) if note)
 
 
 async def _ask(config: RegenerateConfig, jobs: list[Job], intake: Intake, template_kwargs: dict[str, Any]) -> None:
@@ -110,63 +135,57 @@ async def _ask(config: RegenerateConfig, jobs: list[Job], intake: Intake, templa
         await answer_by_server(client, jobs, intake)
 
 
-def _closing(log: AnswerLog, output: Path) -> str:
-    return f"{len(log.rows)} answers, {sum(row['tokens'] for row in log.rows)} tokens in {output}"
+def _closing(log: AnswerLog) -> str:
+    return f"{len(log.rows)} answers, {sum(row['tokens'] for row in log.rows)} tokens in {log.path}"
 
 
 def _invented(config: RegenerateConfig, target: Target, path: Path, known: list[Prompt]) -> list[Prompt]:
-    with AnswerLog(path) as log, TokenProgress("prompts", config.invent, len(log.rows)) as (on_rows, on_tokens):
-        invent(
-            log,
-            config.invent,
-            lambda ids, seeds: generate_batch(
-                target, ids, config.prompt_sampling, config.max_prompt_tokens, seeds, on_tokens
-            ),
-            target.tokenizer,
-            target.eos_ids,
-            user_turn_prefix(target.tokenizer, dict(config.model.template_kwargs)),
-            [prompt.messages[-1]["content"] for prompt in known],
-            config.batch_size,
-            config.seed,
-            on_rows,
-        )
+    with AnswerLog(path) as log:
+        keep_to_settings(log, config.prompt_settings())
+        with TokenProgress("inventing", "prompts", config.invent, len(log.rows)) as (on_rows, on_tokens):
+            invent(
+                log,
+                config.invent,
+                lambda ids, seeds: generate_batch(
+                    target, ids, config.prompt_sampling, config.max_prompt_tokens, seeds, on_tokens
+                ),
+                target.tokenizer,
+                target.eos_ids,
+                user_turn_prefix(target.tokenizer, dict(config.model.template_kwargs)),
+                [prompt.messages[-1]["content"] for prompt in known],
+                config.batch_size,
+                config.seed,
+                on_rows,
+            )
     return [Prompt(row["id"], row["category"], [{"role": "user", "content": row["prompt"]}]) for row in log.rows]
 
 
 class TokenProgress:
-    """A bar over rows that also shows tokens per second; entering it gives the two functions that move it."""
+    """Progress over rows that also tells the tokens in them; entering it gives the two functions that count."""
 
-    def __init__(self, what: str, total: int, done: int):
-        self.progress = Progress(
-            TextColumn(what),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[tokens]} tokens, {task.fields[rate]:.0f}/s"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self.bar = self.progress.add_task(what, total=total, completed=done, tokens=0, rate=0.0)
-        self.tokens = 0
+    def __init__(self, what: str, unit: str, total: int, done: int):
+        self.progress, self.tokens = Progress(what, unit, total, done), 0
 
     def __enter__(self):
-        self.progress.start()
+        self.progress.__enter__()
         return self.on_rows, self.on_tokens
 
     def __exit__(self, *exception: object) -> None:
-        self.progress.stop()
+        self.progress.__exit__(*exception)
 
     def on_rows(self, count: int) -> None:
-        self.progress.advance(self.bar, count)
+        rate = self.tokens / (self.progress.seconds or 1.0)
+        self.progress.advance(count, f"{self.tokens:,} tokens ({rate:,.0f}/s)")
 
     def on_tokens(self, count: int) -> None:
         self.tokens += count
-        elapsed = self.progress.tasks[self.bar].elapsed or 1.0
-        self.progress.update(self.bar, tokens=self.tokens, rate=self.tokens / elapsed)
+        self.on_rows(0)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="regenerate")
 def main(composed: DictConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every request
     try:
         regenerate(from_hydra(RegenerateConfig, composed))
     except (ValueError, OSError) as error:

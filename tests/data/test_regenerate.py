@@ -5,6 +5,7 @@ import pytest
 from data.conversations import Conversation, load_conversations
 from data.problems import Problems
 from data.regenerate import AnswerLog, Prompt, answer, fault, invent, read_prompts, user_turn_prefix
+from data.regenerate_settings import keep_to_settings
 from data.render import render_prompt
 from data.samples import SampleBuilder
 from heads.tiny import tiny_tokenizer
@@ -153,3 +154,41 @@ def test_tools_are_in_the_prompt_and_in_the_row(tmp_path):
     assert rows[0]["tools"] == [{"name": "look"}]
     (conversation,) = load_conversations([str(tmp_path / "a.jsonl")])
     assert read_prompts([conversation])[0].tools == prompt.tools
+
+
+SETTINGS = {"seed": 0, "sampling.temperature": 0.3, "model.template_kwargs": {"a": [1, None]}, "extra_body": {}}
+
+
+def hold(path, rows, **changes):
+    """Go on with the log in `path` by the settings with `changes`."""
+    with AnswerLog(path) as log:
+        keep_to_settings(log, {**SETTINGS, **changes})
+        log.append(rows)
+
+
+def test_a_log_is_gone_on_with_by_the_settings_that_made_it(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    hold(path, [], seed=3)  # killed before the first row: nothing to keep to
+    for name in "ab":
+        hold(path, [{"id": name}])
+    with pytest.raises(ValueError, match=r"answers\.jsonl holds 2 rows that were made by other settings") as error:
+        hold(path, [{"id": "c"}], **{"seed": 1, "sampling.temperature": 0.0})
+    assert "(seed: 0 before, 1 now, sampling.temperature: 0.3 before, 0.0 now)" in str(error.value)
+    assert "restore these to go on, or give another output=" in str(error.value)
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == ["a", "b"]
+    hold(path, [{"id": "c"}])
+
+
+@pytest.mark.parametrize("note", [None, "", "nonsense", "[1]"])
+def test_rows_that_nobody_knows_the_settings_of_are_refused_and_can_be_vouched_for(tmp_path, note):
+    path, noted = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.settings.json"
+    path.write_text('{"id": "a"}\n')
+    if note is not None:
+        noted.write_text(note)
+    with pytest.raises(ValueError, match="holds 1 rows, but how they were made cannot be read") as error:
+        hold(path, [{"id": "b"}])
+    said = str(error.value)
+    assert "give another output=, or, if they were made by the settings of now, write these into" in said
+    assert path.read_text() == '{"id": "a"}\n'
+    noted.write_text(said[said.index(f"{noted}: ") + len(f"{noted}: ") :])
+    hold(path, [{"id": "b"}])
