@@ -28,17 +28,27 @@ class LinearForecast:
 
     def add(
         self, inputs_BTI: Tensor, hidden_BTD: Tensor, ids_BT: Tensor, supervised_BT: Tensor, documents_BT: Tensor
-    ) -> None:
-        """Add the pairs (i[t], f[t+1+k]) of every supervised label of head k."""
+    ) -> Tensor:
+        """Add the pairs (i[t], f[t+1+k]) of every supervised label of head k, but for those that are not finite.
+
+        Returns the positions t [B, T] of which a pair is left out.
+        """
         anchors = find_anchors(ids_BT, supervised_BT, documents_BT, len(self.gram_KEE))
         inputs_RI, hidden_RD = inputs_BTI.flatten(0, 1).float(), hidden_BTD.flatten(0, 1).float()
+        # What nobody reads, padding above all, may be anything: only pairs are judged.
+        inputs_finite_R, hidden_finite_R = inputs_RI.isfinite().all(1), hidden_RD.isfinite().all(1)
+        left_out_R = torch.zeros_like(hidden_finite_R)
         future_KN = anchors.future_rows()
         for k, labels_N in enumerate(anchors.labels_KN):
             labelled_N = labels_N != IGNORE
-            inputs_NI = inputs_RI[anchors.rows_N[labelled_N]]
+            rows_N, future_N = anchors.rows_N[labelled_N], future_KN[k][labelled_N]
+            finite_N = inputs_finite_R[rows_N] & hidden_finite_R[future_N]
+            left_out_R[rows_N[~finite_N]] = True
+            inputs_NI = inputs_RI[rows_N[finite_N]]
             inputs_NE = torch.cat([inputs_NI, torch.ones_like(inputs_NI[:, :1])], dim=1)
             self.gram_KEE[k] += inputs_NE.T @ inputs_NE
-            self.cross_KED[k] += inputs_NE.T @ hidden_RD[future_KN[k][labelled_N]]
+            self.cross_KED[k] += inputs_NE.T @ hidden_RD[future_N[finite_N]]
+        return left_out_R.view_as(ids_BT)
 
     def combine(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """Replace the sums of this process by those of all processes."""

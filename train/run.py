@@ -179,7 +179,7 @@ def start_run(config: TrainConfig) -> Run:
     clock = Clock(num_steps, trainer.max_seconds, state.seconds)  # the warm start's time counts
     if state.step == 0:
         with display:
-            warm_start(heads, loader, source, trainer.init_tokens, accelerator, display)
+            warm_start(heads, loader, source, trainer, accelerator, display)
 
     parallel = start.parallelise(heads, adapter, trainer, accelerator)
     if resumed is not None:

@@ -1,7 +1,7 @@
 """One optimiser step: gradients over all micro-batches and processes, as if they were one batch."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from accelerate import Accelerator
@@ -61,8 +61,12 @@ def check_synchronised(grad_norm: Tensor, accelerator: Accelerator) -> None:
 
 def describe_fault(loss: float, grad_norm: float, step: Step, rows: Sequence[Sequence[int]]) -> str:
     """A step that did not go well: which one, its numbers, and the samples in its rows."""
-    samples = sorted(index for row in rows for index in row)
-    shown = f"{samples[:20]}{' ...' if len(samples) > 20 else ''}"
-    return (
-        f"step {step.number + 1} (epoch {step.epoch}): loss {loss}, gradient norm {grad_norm}; its samples are {shown}"
-    )
+    samples = name_samples(index for row in rows for index in row)
+    numbers = f"loss {loss}, gradient norm {grad_norm}"
+    return f"step {step.number + 1} (epoch {step.epoch}): {numbers}; its samples are {samples}"
+
+
+def name_samples(indices: Iterable[int]) -> str:
+    """The first twenty of some samples."""
+    samples = sorted(indices)
+    return f"{samples[:20]}{' ...' if len(samples) > 20 else ''}"

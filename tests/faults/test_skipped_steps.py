@@ -7,15 +7,20 @@ checkpoint          2       4
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
+from data.shards import prepare
+from heads.target import FINAL_NORM
+from heads.warm_start import LinearForecast
 from tests.faults.launched import SPOIL, launch_with
-from tests.train.test_distributed import assert_same_rows
+from tests.train.test_distributed import as_overrides, assert_same_rows, launch
 from tests.train.test_loop import metrics
 from train import loop
 from train.config import TrainerConfig
+from train.features import FeatureSource, document_spans
 from train.loop import train
 
 LAUNCHERS = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
@@ -124,6 +129,89 @@ def test_none_may_be_skipped_where_the_share_is_0(spoil, make_config):
 )
 def test_the_rule(share, skipped, done, goes_on):
     assert TrainerConfig(max_skipped=share).may_skip(skipped, done) == goes_on
+
+
+SPOILT_SAMPLES = """
+import math, torch
+from train import train_heads
+from train.features import FeatureSource
+
+original, samples = FeatureSource.run, {samples}
+
+def run(source, batch):
+    features = original(source, batch)
+    rows = [[row[: len(ids)].tolist() == ids for ids in samples] for row in batch.ids_BT]
+    features["final_norm"][torch.tensor(rows).any(1)] = math.nan
+    return features
+
+FeatureSource.run = run
+train_heads.main()
+"""
+
+
+def sample_ids(config, target, index):
+    """The token ids [T] of a prepared sample."""
+    return prepare(config.data.train, config.data, target.tokenizer, target.eos_ids).sample(index)[0]
+
+
+@pytest.fixture
+def spoil_sample(monkeypatch, tiny_target):
+    """`spoil_sample(config, 7)`: what the target says of this sample is not finite, until the first step."""
+    original, combine = FeatureSource.run, LinearForecast.combine
+
+    def spoil_sample(config, index):
+        ids_T = sample_ids(config, tiny_target(), index)
+
+        def run(source, batch):
+            features = original(source, batch)
+            for row, span in document_spans(batch.documents_BT):
+                if batch.ids_BT[row, span].equal(ids_T):
+                    features[FINAL_NORM][row, span] = math.nan
+            return features
+
+        def mend(forecast, reduce):
+            monkeypatch.setattr(FeatureSource, "run", original)
+            combine(forecast, reduce)
+
+        monkeypatch.setattr(FeatureSource, "run", run)
+        monkeypatch.setattr(LinearForecast, "combine", mend)
+
+    return spoil_sample
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_a_sample_that_is_not_finite_is_left_out_of_the_warm_start_and_named(
+    packing, spoil_sample, make_config, tmp_path, caplog
+):
+    config = make_config("heads.init=regression", f"data.packing={packing}", "trainer.steps=2")
+    spoil_sample(config, 7)
+    train(config)
+    assert [row["train/skipped"] for row in metrics(tmp_path / "run")] == [0, 0]
+    (said,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert re.fullmatch(
+        r"linear forecast: the target's features are not finite in 1 of \d\d samples, \[7\]\. "
+        r"What is not finite is left out of it: look at these samples",
+        said,
+    )
+
+
+def test_too_many_such_samples_stop_the_run(spoil_sample, make_config):
+    config = make_config("heads.init=regression", "trainer.max_skipped=0")
+    spoil_sample(config, 7)
+    rule = r"1 of \d\d samples, \[7\], more than trainer\.max_skipped=0\.0 allows\. Run the target in bfloat16"
+    with pytest.raises(FloatingPointError, match=rule):
+        train(config)
+
+
+@pytest.mark.slow
+def test_two_processes_count_and_name_such_samples_together(make_values, make_config, tiny_target, tmp_path):
+    settings = ("heads.init=regression", "data.packing=false", "trainer.batch_size=8")
+    spoilt = [sample_ids(make_config(*settings), tiny_target(), index).tolist() for index in (3, 7, 12, 21)]
+    script = tmp_path / "spoilt.py"
+    script.write_text(SPOILT_SAMPLES.format(samples=spoilt))
+    code, said = launch([str(script), "model=tiny", "data=sharegpt", *as_overrides(make_values(*settings))])
+    assert code != 0
+    assert said.count("4 of 40 samples, [3, 7, 12, 21], more than trainer.max_skipped=0.01 allows.") == 1, said
 
 
 @pytest.mark.slow

@@ -41,6 +41,36 @@ def test_no_label_gives_finite_maps():
     assert LinearForecast(2, 4, 4, torch.device("cpu")).solve().isfinite().all()
 
 
+@pytest.mark.parametrize("of", ["inputs", "features"])
+def test_what_is_not_finite_is_left_out_and_nothing_else(of):
+    """The sums are those of the other pairs, whatever stands on positions that nobody reads.
+
+    t                   0  1  2  3  4  5  6  7
+    supervised          .  .  x  x  x  x  x  .
+    not finite          x        x           x
+    head 0 at t reads      1  2  3  4              and the features of t + 1
+    head 1 at t reads      1  2  3                 and the features of t + 2
+    """
+    torch.manual_seed(0)
+    ids, documents = torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)
+    supervised = (torch.arange(8) >= 2) & (torch.arange(8) < 7)
+    values = {"inputs": torch.randn(1, 8, 3), "features": torch.randn(1, 8, 4)}
+    spoilt = {name: tensor.clone() for name, tensor in values.items()}
+    for place, value in ((0, torch.nan), (3, torch.inf), (7, torch.nan)):
+        spoilt[of][0, place, 1] = value
+    forecast = LinearForecast(2, 3, 4, torch.device("cpu"))
+    left_out_BT = forecast.add(*spoilt.values(), ids, supervised[None], documents)
+    reached = {"inputs": ([3], [3]), "features": ([2], [1])}[of]  # at which t head 0 and head 1 lose a pair
+    assert left_out_BT[0].nonzero().flatten().tolist() == sorted({*reached[0], *reached[1]})
+    for k, (anchors, lost) in enumerate(zip(([1, 2, 3, 4], [1, 2, 3]), reached, strict=True)):
+        places = torch.tensor([t for t in anchors if t not in lost])
+        inputs = torch.cat([values["inputs"][0, places], torch.ones(len(places), 1)], 1)
+        future = values["features"][0, places + 1 + k]
+        torch.testing.assert_close(forecast.gram_KEE[k].float(), inputs.T @ inputs)
+        torch.testing.assert_close(forecast.cross_KED[k].float(), inputs.T @ future)
+    assert forecast.solve().isfinite().all()
+
+
 def test_settings_are_checked():
     with pytest.raises(ValueError, match=r"heads\.init=random must be one of target, regression"):
         MedusaConfig(init="random")
