@@ -2,11 +2,13 @@
 
 python scripts/serve_check.py engine=vllm heads=outputs/eagle-smollm2-135m/export-vllm
 python scripts/serve_check.py engine=vllm heads=outputs/eagle3-llama3-8b model=llama3-8b limit=10
+python scripts/serve_check.py engine=vllm heads=outputs/eagle3-llama3-8b model=llama3-8b format=speculators
 python scripts/serve_check.py engine=llamacpp heads=outputs/run server=bin/llama-server converter=convert_hf_to_gguf.py
 python scripts/serve_check.py engine=llamacpp heads=outputs/run server=bin/llama-server target_gguf=target.gguf
 
-The first run with vLLM installs it, in an environment of its own. Greedy decoding, chains of drafts, float32. The exit
-code is 1, with the reason by name, when texts or counters differ.
+The first run with vLLM installs it, in an environment of its own: 0.32, the last release with Medusa. Greedy decoding,
+chains of drafts (for Medusa the best guess of each head), float32. The exit code is 1, with the reason by name, when
+texts or counters differ.
 """
 
 import logging

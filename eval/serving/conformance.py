@@ -27,6 +27,11 @@ class Comparison:
     own_heads: Answer
 
     @property
+    def plain_texts_equal(self) -> bool:
+        """Whether both answer alike without heads; if not, what they do with heads cannot be compared."""
+        return self.engine_plain.tokens == self.own_plain.tokens
+
+    @property
     def texts_equal(self) -> bool:
         """Whether all four answers are the same tokens."""
         first = self.own_plain.tokens
@@ -34,7 +39,8 @@ class Comparison:
 
     @property
     def counters_equal(self) -> bool:
-        return counts(self.engine_heads.counters) == counts(self.own_heads.counters)
+        """Whether both drafted and accepted alike, where that can be compared."""
+        return self.plain_texts_equal and counts(self.engine_heads.counters) == counts(self.own_heads.counters)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class TextPair:
     says: str
 
 
+PLAIN_TEXTS = "plain_texts_differ"
 TEXT_PAIRS = (
     TextPair(
         "own_texts_differ",
@@ -69,7 +76,7 @@ TEXT_PAIRS = (
         "{engine} with heads leaves {engine} without heads",
     ),
     TextPair(
-        "plain_texts_differ",
+        PLAIN_TEXTS,
         lambda row: row.own_plain,
         lambda row: row.engine_plain,
         "{engine} without heads leaves our plain greedy decoding: the target itself is computed differently",
@@ -141,12 +148,13 @@ def _texts_differ(rows: Sequence[Comparison], pair: TextPair, engine: str) -> Pr
 
 
 def _counters_differ(rows: Sequence[Comparison], engine: str) -> Problem | None:
-    differing = [row for row in rows if not row.counters_equal]
+    judged = [row for row in rows if row.plain_texts_equal]
+    differing = [row for row in judged if not row.counters_equal]
     if not differing:
         return None
     first = differing[0]
     theirs, ours = counts(first.engine_heads.counters), counts(first.own_heads.counters)
-    where = f"on {len(differing)} of {len(rows)} prompts, first on {first.name}"
+    where = f"on {len(differing)} of {len(judged)} prompts, first on {first.name}"
     shown = f"{engine} {theirs[0]} drafts, accepted {list(theirs[1])}, here {ours[0]} drafts, accepted {list(ours[1])}"
     return Problem("counters_differ", f"{engine} accepts other drafts than our decoder {where}: {shown}")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from eval.markdown_table import table
 from eval.metrics import bootstrap_ratio, tokens_per_s
-from eval.serving.conformance import Comparison, Problem, counts, tau, total
+from eval.serving.conformance import PLAIN_TEXTS, Comparison, Problem, counts, tau, total
 from eval.serving.engine import Answer
 
 Row = dict[str, Any]
@@ -15,7 +15,10 @@ RATES = (
     "Tokens per second are of whole requests, prefill included, one at a time, with heads and without in turns; the "
     "ratio is over these prompts, on this machine."
 )
-NUMBERS = "Where two numbers stand, the first is the engine's."
+NUMBERS = (
+    "Where two numbers stand, the first is the engine's. A prompt is not judged where the engine's answer without "
+    "heads is not ours."
+)
 
 
 def summarise(
@@ -33,6 +36,7 @@ def summarise(
         "passed": not failures,
         "failures": [asdict(problem) for problem in failures],
         "notes": [asdict(problem) for problem in notes],
+        "plain_texts_equal": sum(row.plain_texts_equal for row in rows),
         "texts_equal": sum(row.texts_equal for row in rows),
         "counters_equal": sum(row.counters_equal for row in rows),
         **{side: _side(plain, heads) for side, (plain, heads) in arms.items()},
@@ -42,18 +46,30 @@ def summarise(
 
 
 def sentence(summary: dict[str, Any]) -> str:
-    """The outcome in one sentence."""
-    engine, of = summary["settings"]["engine"], len(summary["prompts"])
+    """The outcome in one sentence. Only prompts that the engine answers as we do without heads can be judged."""
+    engine, of, judged = summary["settings"]["engine"], len(summary["prompts"]), summary["plain_texts_equal"]
     texts, counters = summary["texts_equal"], summary["counters_equal"]
-    found = f"texts equal on {texts} of {of} prompts, counters on {counters} of {of}"
-    if summary["passed"]:
-        return f"{engine} serves these heads as they decode here: {found}"
-    return f"{engine} does not serve these heads as they decode here: {found}"
+    found = f"texts equal on {texts} of {judged} prompts, counters on {counters} of {judged}"
+    scope = ""
+    if judged < of:
+        scope = ", as far as can be judged"
+        found += f"; {of - judged} of {of} cannot be judged, since without heads {engine} answers otherwise than we do"
+    if any(failure["name"] != PLAIN_TEXTS for failure in summary["failures"]):
+        return f"{engine} does not serve these heads as they decode here: {found}"
+    if not judged:
+        return (
+            f"whether {engine} serves these heads as they decode here cannot be judged: without heads it answers none "
+            f"of the {of} prompts as we do"
+        )
+    if texts == counters == judged:
+        return f"{engine} serves these heads as they decode here{scope}: {found}"
+    theirs, ours = _shown(summary["engine"]["tau"]), _shown(summary["own"]["tau"])
+    return f"{engine} serves these heads at tau {theirs}, where they decode at tau {ours} here: {found}"
 
 
 def prompt_cells(prompt: Row) -> tuple[str, ...]:
     """One line of the table, under COLUMNS: the engine's number beside ours where they differ."""
-    text = "equal" if prompt["texts_equal"] else "differs"
+    text = "equal" if prompt["texts_equal"] else "differs" if prompt["plain_texts_equal"] else "not judged"
     return (
         prompt["name"],
         _both(prompt["engine_tokens"], prompt["own_tokens"]),
@@ -78,9 +94,9 @@ def markdown(summary: dict[str, Any]) -> str:
     """The whole report."""
     settings = summary["settings"]
     what = (
-        f"{settings['kind']} heads from `{settings['heads']}` on {settings['target']} in {settings['dtype']}, chains "
-        f"of {settings['num_speculative_tokens']}, at most {settings['max_new_tokens']} tokens of answer, "
-        f"{settings['engine']} {settings['version']}."
+        f"{settings['kind']} heads from `{settings['heads']}` in the format {settings['format']}, on "
+        f"{settings['target']} in {settings['dtype']}, chains of {settings['num_speculative_tokens']}, at most "
+        f"{settings['max_new_tokens']} tokens of answer, {settings['engine']} {settings['version']}."
     )
     found = [f"- **{problem['name']}**: {problem['text']}" for problem in summary["failures"]]
     found += [f"- note, {problem['name']}: {problem['text']}" for problem in summary["notes"]]
@@ -117,6 +133,7 @@ def _prompt(row: Comparison) -> Row:
         "prompt_tokens": row.prompt_tokens,
         "engine_tokens": len(row.engine_heads.tokens),
         "own_tokens": len(row.own_plain.tokens),
+        "plain_texts_equal": row.plain_texts_equal,
         "texts_equal": row.texts_equal,
         "counters_equal": row.counters_equal,
         "engine_drafts": engine[0],

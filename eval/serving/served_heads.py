@@ -11,20 +11,22 @@ from heads.export.formats import check_kind
 from heads.export.kinds import WRITERS, read_heads
 from heads.family import DraftHeads
 from heads.layout import FORMAT, heads_directory
-from heads.target import Target
+from heads.target import Target, dtype_name
 
 logger = logging.getLogger(__name__)
 
-VLLM, LLAMA_CPP = "vllm", "llama.cpp"  # formats
+# Formats.
+VLLM, SPECULATORS, LLAMA_CPP, FASTERDECODING = "vllm", "speculators", "llama.cpp", "fasterdecoding"
 
 
 @dataclass(frozen=True)
 class ServedHeads:
-    """directory: what the engine is given. heads: as read from it. chain: tokens that are drafted in a row."""
+    """directory: what the engine is given, in `format`. heads: as read from it. chain: tokens drafted in a row."""
 
     directory: Path
     heads: DraftHeads
     chain: int
+    format: str
 
     @property
     def kind(self) -> str:
@@ -37,52 +39,72 @@ def served_heads(
     chain: int | None,
     output: Path,
     *,
+    form: str | None = None,
     target_gguf: TargetFile | None = None,
     allow_other_weights: bool = False,
 ) -> ServedHeads:
     """Read exported heads; heads as trained, or a run's, are first exported to `output`.
 
-    chain: None for all heads of Medusa, else 3. target_gguf: given, the heads are for llama.cpp.
+    chain: None for all heads of Medusa, else 3. form: the format of the files; None takes exports as they are, and
+    exports for vLLM. target_gguf: given, the heads are for llama.cpp.
 
     Raises:
-        ValueError: if `source` holds no heads that the engine's format takes, or `chain` is longer than they draft.
+        ValueError: if `source` holds no heads that the engine's format takes, or an export in another one than `form`,
+            or `chain` is longer than they draft.
     """
     given = Path(source)
     directory = given if (given / CONFIG_FILE).is_file() else heads_directory(given)
     if read_json(directory / CONFIG_FILE).get("format") == FORMAT:
-        directory = _export(directory, target, output, target_gguf, allow_other_weights)
-    heads = _read(directory, target)
+        directory = _export(directory, target, output, form or VLLM, target_gguf, allow_other_weights)
+    kind, found = kind_and_format(directory)
+    if form not in (None, found):
+        raise ValueError(
+            f"heads={source} is an export with format={found}, not format={form}; leave format out, or give the run "
+            "that it was exported from"
+        )
     if target_gguf is not None:
-        check_kind(heads.kind, LLAMA_CPP, f"{directory} holds")
+        check_kind(kind, LLAMA_CPP, f"{directory} holds")
+    elif found == FASTERDECODING:
+        raise ValueError(
+            f"{directory} holds {kind} heads with format={found}, whose biases vLLM drops without a word; export them "
+            "with format=vllm"
+        )
+    heads = read_heads(directory, target, kind, found)
+    read = found if target_gguf is None else LLAMA_CPP
+    return ServedHeads(directory.resolve(), heads, _chain_length(heads, chain), read)
+
+
+def _chain_length(heads: DraftHeads, given: int | None) -> int:
     most = heads.depth if heads.kind == "medusa" else None
-    if chain is not None and not 1 <= chain <= (most or chain):
+    if given is not None and not 1 <= given <= (most or given):
         bounds = "at least 1" if most is None else f"1 to {most}, the number of Medusa heads"
-        raise ValueError(f"num_speculative_tokens={chain} must be {bounds}")
-    return ServedHeads(directory.resolve(), heads, chain or most or LEAST_CHAIN)
+        raise ValueError(f"num_speculative_tokens={given} must be {bounds}")
+    return given or most or LEAST_CHAIN
+
+
+def kind_and_format(directory: Path) -> tuple[str, str]:
+    """What an export holds, told by its config as vLLM tells it; what llama.cpp converts counts as vLLM's format."""
+    config = read_json(directory / CONFIG_FILE)
+    if config.get("model_type") == "medusa":
+        return "medusa", FASTERDECODING if "medusa_num_heads" in config else VLLM
+    if "speculators_model_type" in config:
+        return "eagle3", SPECULATORS
+    return "eagle3" if "draft_vocab_size" in config else "eagle", VLLM
 
 
 def _export(
-    source: Path, target: Target, output: Path, target_gguf: TargetFile | None, allow_other_weights: bool
+    source: Path, target: Target, output: Path, form: str, target_gguf: TargetFile | None, allow_other_weights: bool
 ) -> Path:
-    kind, form = read_json(source / CONFIG_FILE)["kind"], VLLM if target_gguf is None else LLAMA_CPP
-    check_kind(kind, form, f"{source} holds")
-    directory, more = output / f"export-{form}", {}
+    more = {}
     if target_gguf is not None:
         # ggml multiplies in the dtype of the weights; vLLM casts them to that of the target itself.
-        more = {"target_gguf": target_gguf.path, "dtype": str(target.dtype).removeprefix("torch.")}
+        more = {"target_gguf": target_gguf.path, "dtype": dtype_name(target.dtype)}
+        form = LLAMA_CPP
+    kind, directory = read_json(source / CONFIG_FILE)["kind"], output / f"export-{form}"
+    check_kind(kind, form, f"{source} holds")
     expand = kind != "eagle3"
     WRITERS[kind](
         source, directory, target, form, expand_vocabulary=expand, allow_other_weights=allow_other_weights, **more
     )
     logger.info("exported %s heads to %s", kind, directory)
     return directory
-
-
-def _read(directory: Path, target: Target) -> DraftHeads:
-    """Read an export as the engine does, which knows the kind of the heads from the config."""
-    config = read_json(directory / CONFIG_FILE)
-    if config.get("model_type") == "medusa":
-        return read_heads(directory, target, "medusa", VLLM)
-    if "speculators_model_type" in config:
-        return read_heads(directory, target, "eagle3", "speculators")
-    return read_heads(directory, target, "eagle3" if "draft_vocab_size" in config else "eagle", VLLM)

@@ -26,11 +26,15 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class VllmEngine:
-    """vLLM with one target. max_context: tokens of prompt, answer and one draft. arguments: more for its server."""
+    """vLLM with one target.
+
+    heads: None for a server without heads only. max_context: tokens of prompt, answer and one draft. arguments: more
+    for its server.
+    """
 
     python: Path
     target: str
-    heads: ServedHeads
+    heads: ServedHeads | None
     dtype: str
     max_context: int
     arguments: Sequence[str] = ()
@@ -48,6 +52,7 @@ class VllmEngine:
             "--no-enable-prefix-caching", "--enforce-eager",
         ]  # fmt: skip
         if with_heads:
+            assert self.heads is not None
             speculative = {
                 "method": self.heads.kind,
                 "model": str(self.heads.directory),

@@ -18,6 +18,7 @@ SETTINGS = {
     "target": "t",
     "dtype": "float32",
     "kind": "eagle3",
+    "format": "vllm",
     "heads": "run",
     "num_speculative_tokens": 3,
     "max_new_tokens": 10,
@@ -55,6 +56,8 @@ def test_equal_texts_and_counters_pass():
 
 
 OTHER = [*TOKENS[:4], 99, *TOKENS[5:]]
+# An engine that computes the target itself differently.
+OTHERWISE = {"engine_plain": plain(OTHER), "engine_heads": answer(OTHER, drafts=5)}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,7 @@ OTHER = [*TOKENS[:4], 99, *TOKENS[5:]]
             "vLLM with heads leaves vLLM without heads, on 1 of 2",
         ),
         (
-            {"engine_heads": answer(OTHER), "engine_plain": plain(OTHER)},
+            OTHERWISE,
             "plain_texts_differ",
             "vLLM without heads leaves our plain greedy decoding",
         ),
@@ -88,7 +91,7 @@ def test_each_difference_has_its_name(changes, found, says):
     summary = summarise(rows, [problem], [], SETTINGS)
     assert not summary["passed"]
     assert f"- **{found}**: " in markdown(summary)
-    assert "does not serve these heads" in sentence(summary)
+    assert ("does not serve these heads" in sentence(summary)) == (found != "plain_texts_differ")
 
 
 def test_an_engine_that_does_not_use_the_heads_fails_either_way():
@@ -103,6 +106,41 @@ def test_an_engine_that_rounds_may_differ_but_must_accept_about_as_much():
     assert [note.name for note in differences(differing, "llama.cpp")] == ["engine_texts_differ", "counters_differ"]
     deaf = [row(engine_heads=answer(drafts=9, accepted=(0, 0, 0), engine="llamacpp"))]
     assert names(deaf, exact=False) == ["accepts_too_little"]
+
+
+def said(rows: list[Comparison], exact: bool = False) -> str:
+    return sentence(summarise(rows, problems(rows, "vLLM", exact), [], SETTINGS))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_prompts_that_are_answered_otherwise_without_heads_are_not_judged(exact):
+    rows = [row("a"), row("b", **OTHERWISE)]
+    assert said(rows, exact) == (
+        "vLLM serves these heads as they decode here, as far as can be judged: texts equal on 1 of 1 prompts, counters "
+        "on 1 of 1; 1 of 2 cannot be judged, since without heads vLLM answers otherwise than we do"
+    )
+    assert said([row("b", **OTHERWISE)], exact) == (
+        "whether vLLM serves these heads as they decode here cannot be judged: without heads it answers none of the 1 "
+        "prompts as we do"
+    )
+    # That the counters are the same by chance says nothing.
+    summary = summarise([row("b", **{**OTHERWISE, "engine_heads": answer(OTHER)})], [], [], SETTINGS)
+    assert (summary["plain_texts_equal"], summary["texts_equal"], summary["counters_equal"]) == (0, 0, 0)
+    assert prompt_cells(summary["prompts"][0])[2] == "not judged"
+
+
+def test_a_failure_is_one_also_where_nothing_can_be_judged():
+    leaves_itself = {"engine_plain": plain(OTHER), "engine_heads": answer()}
+    assert names([row(**leaves_itself)]) == ["engine_texts_differ", "plain_texts_differ"]
+    for changes, exact in ((leaves_itself, True), ({**OTHERWISE, "engine_heads": answer(OTHER, 9, (0, 0, 0))}, False)):
+        assert said([row(**changes)], exact).startswith("vLLM does not serve these heads as they decode here: ")
+
+
+def test_the_sentence_on_an_engine_that_rounds_gives_both_taus():
+    assert said([row("a"), row("b", engine_heads=answer(OTHER, drafts=5))]) == (
+        "vLLM serves these heads at tau 2.00, where they decode at tau 2.25 here: texts equal on 1 of 2 prompts, "
+        "counters on 1 of 2"
+    )
 
 
 def test_numbers_that_differ_stand_beside_each_other():

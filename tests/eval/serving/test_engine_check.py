@@ -5,15 +5,16 @@ import json
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 
-from eval.serving.engine_check import check_engine
+from eval.serving.engine_check import check_engine, serving
 from eval.serving.engine_process import EngineFailed
 from eval.serving.environment import EngineUnavailable
 from eval.serving.target_file import find_program
+from eval.serving.vllm_engine import VllmEngine
 from heads.export.eagle_writer import export_heads
 from heads.identity import identify
 from heads.layout import save_heads
 from tests.eval.serving.engine_plan import EnginePlan
-from tests.eval.serving.test_engine_process import gone, started_pids
+from tests.eval.serving.test_engine_process import alive, gone, started_pids
 from tests.heads.gguf_target import write_target_gguf
 
 
@@ -42,6 +43,25 @@ def test_vllm_that_does_the_same_passes(plan, tmp_path):
     assert f"--speculative-config {json.dumps(speculative)}" in asked
     assert "--speculative-config" not in (tmp_path / "vllm-without-heads.log").read_text()
     assert gone(started_pids(plan.folder))
+
+
+def test_a_plain_server_that_runs_already_serves_several_checks(plan, tmp_path):
+    plan.set(plan.answers[True])
+    config = plan.config(tmp_path)
+    engine = VllmEngine(plan.folder / "engine", config.model.path, heads=None, dtype="float32", max_context=64)
+    with serving(config, engine, with_heads=False) as plain:
+        for form in ("vllm", "speculators"):
+            output = tmp_path / form
+            summary = check_engine(plan.config(output, format=form), plain)
+            assert summary["passed"], summary["failures"]
+            assert summary["settings"]["format"] == form
+            assert str(output / f"export-{form}") in (output / "vllm-with-heads.log").read_text()
+            assert not (output / "vllm-without-heads.log").exists()
+        first, *others = started_pids(plan.folder)
+        assert alive([first]) == [first]
+        assert len(others) == 2
+        assert gone(others)
+    assert gone([first])
 
 
 def test_other_tokens_and_other_counts_fail_by_name(plan, tmp_path):
@@ -75,7 +95,7 @@ def test_llama_cpp_converts_the_target_and_may_differ_a_little(plan, tmp_path):
     summary = check_engine(plan.config(tmp_path, engine="llamacpp"))
     assert summary["passed"], summary["failures"]
     assert [note["name"] for note in summary["notes"]] == ["engine_texts_differ"]
-    assert summary["settings"]["version"] == "b123"
+    assert (summary["settings"]["version"], summary["settings"]["format"]) == ("b123", "llama.cpp")
     assert GGUFReader(tmp_path / "gguf" / "target.gguf").fields["llama.block_count"].contents() == 4
     converter = (tmp_path / "gguf" / "target.log").read_text()
     assert converter.startswith(f"{plan.folder / 'target'} --outtype f32 --outfile")
@@ -133,6 +153,8 @@ def test_tools_that_are_not_there(monkeypatch, tmp_path):
         ({"engine": "onnx"}, "engine=onnx must be one of vllm, llamacpp"),
         ({"max_new_tokens": 1}, "max_new_tokens=1 must be at least 2"),
         ({"target_gguf": "t.gguf"}, "target_gguf=t.gguf is for engine=llamacpp, not for engine=vllm"),
+        ({"format": "sglang"}, "format=sglang must be one of vllm, speculators with engine=vllm"),
+        ({"format": "vllm", "engine": "llamacpp"}, "format=vllm must be .* and null with other engines"),
         ({"start_timeout_s": 0}, "start_timeout_s=0.0 must be above 0"),
         ({"model": {"name": "tiny", "path": "random:llama"}}, "model.path=random:llama lives in memory only"),
         ({"source": "nowhere"}, "heads=nowhere holds no config.json"),

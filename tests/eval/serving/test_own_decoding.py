@@ -13,7 +13,7 @@ from eval.records import Cycle
 from eval.sampling import TorchCoin
 from eval.serving import own_decoding
 from eval.serving.own_decoding import OwnDecoder, counted_cycles, counters_of
-from eval.serving.served_heads import ServedHeads
+from eval.serving.served_heads import VLLM, ServedHeads
 from eval.tree import Tree
 from heads.eagle import EagleConfig
 from heads.target import FINAL_NORM
@@ -61,7 +61,7 @@ def decoder(tiny_target, truth, monkeypatch):
     def make_decoder(limit: int, past_end: bool, period: int = 1000) -> OwnDecoder:
         monkeypatch.setattr(own_decoding, "for_serving", lambda heads, target: heads)
         monkeypatch.setattr(own_decoding, "build_drafter", lambda heads, tree: Oracle(truth, period))
-        served = ServedHeads(SimpleNamespace(), SimpleNamespace(), 3)
+        served = ServedHeads(SimpleNamespace(), SimpleNamespace(), 3, VLLM)
         return OwnDecoder(tiny_target(), served, [PROMPT], limit, past_end)
 
     return make_decoder
@@ -104,7 +104,8 @@ def test_an_end_of_turn_inside_a_draft_counts_the_whole_draft():
 def test_it_is_the_chain_of_the_heads_themselves(tiny_target):
     target = tiny_target()
     heads = make(target, EagleConfig())
-    answer = OwnDecoder(target, ServedHeads(SimpleNamespace(), heads, 3), [PROMPT], 12, True).answer(PROMPT.ids, True)
+    served = ServedHeads(SimpleNamespace(), heads, 3, VLLM)
+    answer = OwnDecoder(target, served, [PROMPT], 12, True).answer(PROMPT.ids, True)
     bench = Bench(target, build_drafter(heads, Tree.chain(3)), BenchmarkConfig(max_new_tokens=12), len(PROMPT.ids))
     done = bench.heads(PROMPT.ids, TorchCoin(torch.Generator()))
     assert answer.tokens == done.tokens

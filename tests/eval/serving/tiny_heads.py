@@ -21,6 +21,7 @@ HEADS: dict[str, dict[str, Any]] = {
     # A reduced draft vocabulary, so that d2t takes part.
     "eagle3": {"kind": "eagle3", "num_steps": 3, "draft_vocab_size": 200, "objective": {"decay": 1.0}},
     "eagle": {"kind": "eagle"},
+    "medusa": {"kind": "medusa", "num_heads": 3, "draft_vocab_size": 200, "objective": {"decay": 1.0}},
 }
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -64,6 +65,7 @@ def write_prompts(path: Path, prompts: Sequence[str]) -> str:
 
 def train_heads(target: dict[str, Any], prompts: str, kind: str, folder: Path) -> Path:
     """Train on the target's own answers; returns the run's directory, in `folder`."""
+    folder.mkdir(exist_ok=True)
     answers, run = str(folder / "answers.jsonl"), folder / "run"
     asked = {"model": target, "prompts": [prompts], "output": answers, "max_new_tokens": 40}
     regenerate(from_hydra(RegenerateConfig, asked))
