@@ -87,6 +87,7 @@ def test_heads_that_know_the_answers_emit_almost_depth_plus_one(run):
     assert json.loads((run / "heads-run" / "report.json").read_text())["tau"] == summary["tau"]
 
 
+@pytest.mark.slow
 def test_a_searched_tree_is_at_least_as_good_as_its_first_branch(run, tmp_path):
     tree = {"calibration": [str(run / "prompts.jsonl")], "nodes": 6, "calibration_tokens": 32}
     summary = evaluate(from_hydra(EvalConfig, settings(run, tree=tree, output=str(tmp_path))))

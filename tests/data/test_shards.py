@@ -262,7 +262,8 @@ def test_system_prompt_and_tools_reach_the_template(setting, tmp_path):
     assert texts[1].startswith("none<|im_start|>system\nBe brief<|im_end|>")
 
 
-def test_progress_goes_to_standard_error(setting, capsys):
+def test_progress_goes_to_standard_error(setting, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     sources, config, tokenizer, eos_ids = setting
     prepare(sources, config, tokenizer, eos_ids, progress=True)
     captured = capsys.readouterr()

@@ -117,7 +117,9 @@ def test_every_node_continues_its_own_path(tiny_target):
         torch.testing.assert_close(found[n], alone[0])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("mistral", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("shape", ["static", "dynamic"])
 def test_greedy_equals_plain_greedy(shape, family, tiny_target):
     target = tiny_target(family)

@@ -147,7 +147,9 @@ def test_a_topology_of_parents_is_the_static_tree():
     assert built.children == TREE.children
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), pytest.param("gemma3", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
 @pytest.mark.parametrize("tree", [TREE, Tree.chain(3), DynamicTree(9, 4, 3)], ids=["static", "chain", "dynamic"])
 def test_greedy_output_is_plain_greedy(family, name, tree, tiny_target):

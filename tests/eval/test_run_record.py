@@ -40,6 +40,7 @@ def test_curves_are_those_of_the_run_that_trained_the_heads(given, tmp_path):
     assert training_curves(tmp_path) is None
 
 
+@pytest.mark.slow
 def test_the_page_draws_the_curves_and_lists_the_neighbours(tmp_path, caplog):
     write_report(evaluation(SIX, kind="hydra"), tmp_path / "hydra")
     write_report(evaluation(SIX[:3]), tmp_path / "fewer prompts")

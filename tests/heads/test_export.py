@@ -234,6 +234,7 @@ def test_card_of_an_export_for_a_fine_tune_names_what_the_heads_were_trained_on(
     assert "vllm serve tuned" in card
 
 
+@pytest.mark.slow
 def test_the_pickle_that_older_decoders_read_is_made_by_the_command_in_the_note(target, make, tmp_path):
     make(num_heads=1)
     done = export_heads(tmp_path / "heads", tmp_path / "out", target, "fasterdecoding")

@@ -242,6 +242,7 @@ def test_foreign_requests_are_noticed(measure):
     assert any("counted 7 requests where 6 were sent" in note for note in summary["notes"])
 
 
+@pytest.mark.slow
 def test_two_runs_are_joined(measure, tmp_path):
     with FaultyServer(drafts=False, chunk_s=0.03) as server:
         off = measure(server, with_heads=False, concurrency=[1, 2], repeats=1)
