@@ -277,7 +277,8 @@ class Eagle1Heads(EagleHeads):
         return fused_BTD + (2 * torch.rand_like(fused_BTD) - 1) * self.config.noise
 
     def regression(self, states_SND: Tensor, hidden_RD: Tensor, anchors: Anchors, scale_K: Tensor) -> Tensor | float:
-        future_SND = hidden_RD[anchors.future_rows()].to(states_SND.dtype)
+        # A constant, as the teacher is: a target that is trained itself must not make its features easier to guess.
+        future_SND = hidden_RD.detach()[anchors.future_rows()].to(states_SND.dtype)
         distance_SN = F.smooth_l1_loss(states_SND, future_SND, reduction="none").mean(-1).float()
         counted_SN = distance_SN * (anchors.labels_KN != IGNORE)
         return self.config.regression_weight * (counted_SN.sum(1) * scale_K).sum()

@@ -9,7 +9,6 @@ from omegaconf import DictConfig, OmegaConf
 from data.shards import DataConfig
 from eval.config import from_hydra as convert
 from heads import HEADS
-from heads.eagle import EagleConfig
 from heads.target import TargetConfig
 from train.adapter import AdapterConfig
 
@@ -134,11 +133,6 @@ class TrainConfig:
             problem = (
                 f"model.adapter={self.model.adapter} is on the target already; merge that one with "
                 "scripts/merge_adapter.py, give the result as model.path=... and set model.adapter=null"
-            )
-        elif isinstance(self.heads, EagleConfig) and self.heads.regression_weight:
-            problem = (
-                f"heads.regression_weight={self.heads.regression_weight} makes the target's features labels, which "
-                "the target could then make easy to guess; set it to 0, or choose other heads"
             )
         if problem:
             raise ValueError(f"adapter: the target is trained here, but {problem}")

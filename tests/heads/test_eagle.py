@@ -188,6 +188,21 @@ def test_eagle1_regresses_to_the_next_feature(tiny_target):
         assert loss.item() < least + 1e-2
 
 
+def test_eagle1_trains_a_target_as_what_it_reads_and_never_as_what_it_must_guess(tiny_target):
+    """Features with gradients are those of an adapted target: the states follow from them, the labels are constants."""
+    target = tiny_target("llama")
+    heads = make(target, EagleConfig(noise=0.0, objective=Objective(ce_weight=0.0, kl_weight=1e-9)))
+    ids, supervised, documents, positions = packed_batch(target)
+    hidden = target.features(ids, positions, documents)[FINAL_NORM].clone().requires_grad_()
+    unroll = heads.unroll
+    for cut in (False, True):
+        if cut:
+            heads.unroll = lambda fused, *rest: unroll(fused.detach(), *rest)
+        loss, _ = heads({FINAL_NORM: hidden}, ids, supervised, documents, positions, torch.tensor([30]))
+        (gradient,) = torch.autograd.grad(loss, hidden, allow_unused=True)
+        assert (gradient is None) == cut
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -192,7 +192,7 @@ def test_decoding_with_the_heads_is_plain_decoding_of_the_merged_target(joint_ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "depth"), [("hydra", "num_heads"), ("eagle3", "num_steps")])
+@pytest.mark.parametrize(("kind", "depth"), [("hydra", "num_heads"), ("eagle", "num_steps"), ("eagle3", "num_steps")])
 def test_other_families_train_with_an_adapter_too(make_config, tmp_path, kind, depth):
     config = make_config(*JOINT, "trainer.steps=4")
     heads_config = {"kind": kind, depth: 2, "objective": {"ce_weight": 1.0, "kl_weight": 0.5}}

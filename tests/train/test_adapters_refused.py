@@ -35,13 +35,6 @@ def test_wrong_settings_are_refused(make_config, overrides, message):
         make_config(*overrides)
 
 
-def test_features_as_labels_are_refused(make_config):
-    config = make_config("adapter.r=4").resolved()
-    with pytest.raises(ValueError, match=r"heads\.regression_weight=1\.0 makes the target's features labels"):
-        from_hydra({**config, "heads": {"kind": "eagle"}})
-    assert from_hydra({**config, "heads": {"kind": "eagle", "regression_weight": 0.0}}).kind == "eagle"
-
-
 @pytest.mark.parametrize(
     ("family", "targets", "message"),
     [
