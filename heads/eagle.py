@@ -12,7 +12,7 @@ map, the state is trained to be the next feature and is read by the target's own
 
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +28,32 @@ from heads.target import FINAL_NORM, Target
 from heads.warm_start import LinearForecast
 
 # Shapes: B batch, T tokens, A most anchors of a row, N anchors or tree nodes, S steps, D hidden, C cached rows,
-# V vocabulary, Vd draft vocabulary
+# V vocabulary, Vd draft vocabulary, I inputs of the attention, G key/value heads of size d
+
+# Keys and values [B, G, A, d] of the steps 1, 2, ..., each at the anchors themselves.
+OwnKeysValues = tuple[tuple[Tensor, Tensor], ...]
+
+
+class Rows(NamedTuple):
+    """What all steps of an unrolled forward share: the batch, its anchors, and the keys and values of step 0."""
+
+    ids_BT: Tensor
+    documents_BT: Tensor
+    positions_BT: Tensor
+    places_BA: Tensor
+    key_BGTd: Tensor
+    value_BGTd: Tensor
+
+    def positions_of(self, step: int) -> Tensor:
+        """The rotary positions [B, A] of a step at the anchors."""
+        return self.positions_BT.gather(1, self.places_BA) + step
 
 
 class EagleHeads(DraftHeads):
     """What EAGLE-1 and EAGLE-3 share: the unrolled training forward, and the cached one for drafting."""
 
     layer: EagleLayer
+    compiled_parts = ("layer.finish",)  # every step's attention is another program: too long to compile
 
     @classmethod
     def resolve(cls, config: Any, target: Target) -> Any:
@@ -72,27 +91,44 @@ class EagleHeads(DraftHeads):
         self, fused_BTD: Tensor, ids_BT: Tensor, documents_BT: Tensor, positions_BT: Tensor, places_BA: Tensor
     ) -> Tensor:
         """The states [S, B, A, D] of all steps at the positions `places_BA`, with the data's tokens as drafts."""
-        T, window = ids_BT.shape[1], self.config.layer.sliding_window
+        given = ids_BT, documents_BT, positions_BT, places_BA
+        first_BAD, *key_value = self.recomputed(self.begin, fused_BTD, *given)
+        rows = Rows(*given, *key_value)
+        states: list[Tensor] = [first_BAD]
+        own: OwnKeysValues = ()  # not a list that grows: a step that is computed again must see what it saw before
+        for step in range(1, self.depth):
+            state_BAD, *key_value = self.recomputed(self.advance, step, states[-1], rows, own)
+            states.append(state_BAD)
+            own = (*own, tuple(key_value))
+        return torch.stack(states)
+
+    def begin(
+        self, fused_BTD: Tensor, ids_BT: Tensor, documents_BT: Tensor, positions_BT: Tensor, places_BA: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Step 0: its states [B, A, D] at the anchors, keys and values [B, G, T, d] at all positions."""
         next_BT = ids_BT.roll(-1, 1)  # the last token's is of no account: no anchor sees so far
         inputs_BTI, residual_BTD = self.enter(self.embed(next_BT, fused_BTD), fused_BTD)
-        key_BGTd, value_BGTd = self.layer.keys_values(inputs_BTI, positions_BT)
-        inputs_BAI, residual_BAD = at_places(inputs_BTI, places_BA), at_places(residual_BTD, places_BA)
-        own: list[tuple[Tensor, Tensor]] = []
-        states: list[Tensor] = []
-        for step in range(self.depth):
-            at_BA = positions_BT.gather(1, places_BA) + step
-            if step:
-                feature_BAD = self.feed(states[-1])
-                tokens_BA = ids_BT.gather(1, (places_BA + 1 + step).clamp_max(T - 1))
-                inputs_BAI, residual_BAD = self.enter(self.embed(tokens_BA, feature_BAD), feature_BAD)
-                own.append(self.layer.keys_values(inputs_BAI, at_BA))
-            visible_BAT = causal_visibility(places_BA, documents_BT, positions_BT, step, window)
-            attended_BHAd = unrolled_attention(
-                self.layer.queries(inputs_BAI, at_BA), key_BGTd, value_BGTd,
-                additive(visible_BAT, fused_BTD.dtype), own if window is None else own[-window:],
-            )  # fmt: skip
-            states.append(self.layer.finish(residual_BAD, attended_BHAd))
-        return torch.stack(states)
+        rows = Rows(ids_BT, documents_BT, positions_BT, places_BA, *self.layer.keys_values(inputs_BTI, positions_BT))
+        state_BAD = self.attend(0, at_places(inputs_BTI, places_BA), at_places(residual_BTD, places_BA), rows, ())
+        return state_BAD, rows.key_BGTd, rows.value_BGTd
+
+    def advance(self, step: int, state_BAD: Tensor, rows: Rows, own: OwnKeysValues) -> tuple[Tensor, Tensor, Tensor]:
+        """Step 1 or later from the states before it: its states [B, A, D], own keys and own values [B, G, A, d]."""
+        feature_BAD = self.feed(state_BAD)
+        tokens_BA = rows.ids_BT.gather(1, (rows.places_BA + 1 + step).clamp_max(rows.ids_BT.shape[1] - 1))
+        inputs_BAI, residual_BAD = self.enter(self.embed(tokens_BA, feature_BAD), feature_BAD)
+        key_value = self.layer.keys_values(inputs_BAI, rows.positions_of(step))
+        return self.attend(step, inputs_BAI, residual_BAD, rows, (*own, key_value)), *key_value
+
+    def attend(self, step: int, inputs_BAI: Tensor, residual_BAD: Tensor, rows: Rows, own: OwnKeysValues) -> Tensor:
+        """The states [B, A, D] of a step, from what its attention reads and from its residual stream."""
+        window = self.config.layer.sliding_window
+        visible_BAT = causal_visibility(rows.places_BA, rows.documents_BT, rows.positions_BT, step, window)
+        attended_BHAd = unrolled_attention(
+            self.layer.queries(inputs_BAI, rows.positions_of(step)), rows.key_BGTd, rows.value_BGTd,
+            additive(visible_BAT, rows.value_BGTd.dtype), own if window is None else own[-window:],
+        )  # fmt: skip
+        return self.layer.finish(residual_BAD, attended_BHAd)
 
     def forward(
         self,

@@ -13,6 +13,7 @@ the rows of a draft tree follow them.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +116,7 @@ def unrolled_attention(
     key_BGTd: Tensor,
     value_BGTd: Tensor,
     mask_BAT: Tensor,
-    own: list[tuple[Tensor, Tensor]],
+    own: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
     """Attend to the step-0 keys that the additive `mask_BAT` shows and to one own key of each later step.
 

@@ -5,11 +5,13 @@ decoding is the business of a drafter in `eval/`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from heads.alignment import Anchors
 from heads.objectives import Objective, Teacher, chunked_loss
@@ -26,11 +28,15 @@ class DraftHeads(nn.Module, ABC):
     """Heads over the token ids `draft_ids` [Vd] (ascending) of one target.
 
     kind: the family's name in configs and files. norm: which norm its features went through.
+    compiled_parts: the methods, also of submodules, that `trainer.compile` compiles: most of the work of `forward`
+        before the loss, in a structure that is always the same.
+    gradient_checkpointing: whether a backward computes activations again (`recomputed`); training turns it on.
     """
 
     kind: ClassVar[str]
     config_class: ClassVar[type]
     norm: ClassVar[str] = "the target's final norm is applied"
+    compiled_parts: ClassVar[tuple[str, ...]]
 
     def __init__(self, config: Any, hidden_size: int, vocab_size: int, draft_ids: Tensor):
         super().__init__()
@@ -46,6 +52,7 @@ class DraftHeads(nn.Module, ABC):
         self.register_buffer("target_rows_VD", torch.empty(0), persistent=False)
         self._target: list[Target] = []  # in a list, so that its parameters do not become the heads'
         self.packed_lm_head: PackedLinear | None = None
+        self.gradient_checkpointing = False
 
     @classmethod
     def resolve(cls, config: Any, target: Target) -> Any:
@@ -149,6 +156,15 @@ class DraftHeads(nn.Module, ABC):
         if self.packed_lm_head is not None:
             return self.packed_lm_head(states_D)
         return F.linear(states_D, self.lm_head().to(states_D.dtype))
+
+    def recomputed(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """`function(*inputs)`; with gradient checkpointing only the inputs and the result are kept for the backward.
+
+        It runs twice then, so it must draw no random numbers, and inputs must not be changed after it.
+        """
+        if not self.gradient_checkpointing:
+            return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def draft_labels(self, labels_KN: Tensor) -> Tensor:
         """Draft indices of labels: negative where there is no label or the draft vocabulary lacks it."""

@@ -111,6 +111,7 @@ class HydraHeads(HeadPerToken):
 
     kind = "hydra"
     config_class = HydraConfig
+    compiled_parts = ("context", "states")
 
     def __init__(self, config: HydraConfig, hidden_size: int, vocab_size: int, draft_ids: Tensor):
         super().__init__(config, hidden_size, vocab_size, draft_ids)
@@ -138,6 +139,18 @@ class HydraHeads(HeadPerToken):
         """Run the blocks of head k on features and the k + 1 embeddings behind them: [N, D] in the features' dtype."""
         return self.heads[k](torch.cat([hidden_ND, embeddings_NED.to(hidden_ND.dtype).flatten(1)], dim=1))
 
+    def context(self, hidden_BTD: Tensor, documents_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        """What heads read as the feature while they train: [B, T, D]."""
+        if self.prefix is None:
+            return hidden_BTD
+        return self.recomputed(self.prefix, hidden_BTD, documents_BT, positions_BT)
+
+    def states(self, context_ND: Tensor, embeddings_NKD: Tensor) -> Tensor:
+        """What the LM heads of all heads read, at anchors with the K tokens behind them: [K, N, D]."""
+        return torch.stack(
+            [self.recomputed(self.head_states, k, context_ND, embeddings_NKD[:, : k + 1]) for k in range(self.depth)]
+        )
+
     def draft_logits(self, k: int, hidden_ND: Tensor, embeddings_NED: Tensor) -> Tensor:
         """Head k's guesses behind the certain token and k drafted ones, whose embeddings it reads: [N, Vd]."""
         states_ND = self.head_states(k, hidden_ND, embeddings_NED)
@@ -156,13 +169,9 @@ class HydraHeads(HeadPerToken):
     ) -> tuple[Tensor, Tensor]:
         anchors = find_anchors(ids_BT, supervised_BT, documents_BT, self.depth)
         hidden_BTD = features[FINAL_NORM]
-        context_BTD = hidden_BTD if self.prefix is None else self.prefix(hidden_BTD, documents_BT, positions_BT)
-        context_ND = context_BTD.flatten(0, 1)[anchors.rows_N]
+        context_ND = self.context(hidden_BTD, documents_BT, positions_BT).flatten(0, 1)[anchors.rows_N]
         embeddings_NKD = self.embed(following_ids(ids_BT, anchors.rows_N, self.depth)).to(context_ND.dtype)
-        states_KND = torch.stack(
-            [self.head_states(k, context_ND, embeddings_NKD[:, : k + 1]) for k in range(self.depth)]
-        )
-        return self.loss(states_KND, anchors, hidden_BTD.flatten(0, 1), label_counts_K)
+        return self.loss(self.states(context_ND, embeddings_NKD), anchors, hidden_BTD.flatten(0, 1), label_counts_K)
 
 
 def following_ids(ids_BT: Tensor, rows_N: Tensor, count: int) -> Tensor:

@@ -60,6 +60,7 @@ class MedusaHeads(HeadPerToken):
 
     kind = "medusa"
     config_class = MedusaConfig
+    compiled_parts = ("states",)
 
     def __init__(self, config: MedusaConfig, hidden_size: int, vocab_size: int, draft_ids: Tensor):
         super().__init__(config, hidden_size, vocab_size, draft_ids)
@@ -105,4 +106,5 @@ class MedusaHeads(HeadPerToken):
     ) -> tuple[Tensor, Tensor]:
         anchors = find_anchors(ids_BT, supervised_BT, documents_BT, self.config.num_heads)
         hidden_RD = features[FINAL_NORM].flatten(0, 1)
-        return self.loss(self.states(hidden_RD[anchors.rows_N]), anchors, hidden_RD, label_counts_K)
+        states_KND = self.recomputed(self.states, hidden_RD[anchors.rows_N])
+        return self.loss(states_KND, anchors, hidden_RD, label_counts_K)

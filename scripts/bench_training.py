@@ -3,6 +3,7 @@
 python scripts/bench_training.py                              # SmolLM2's shape, random weights: no download
 python scripts/bench_training.py sweep=heads families=[medusa] output=outputs/training-cost
 python scripts/bench_training.py ablation=true                # beside ours without each saving (train/savings.py)
+python scripts/bench_training.py options=[compile,gradient_checkpointing]  # ours with each of them, beside ours without
 python scripts/bench_training.py sweep=processes              # one process and two, each pinned to a core
 
 All forms run in processes of their own and take their steps in turns, A B A B; numbers are medians.
@@ -29,7 +30,7 @@ from train.own_process import own_process
 from train.process_speed import measure_processes
 from train.provenance import circumstances
 from train.savings import SAVINGS
-from train.step_cost import DEPTH, FORMS, NAIVE, OURS, PHASES, Case
+from train.step_cost import DEPTH, FORMS, NAIVE, OPTIONS, OURS, PHASES, Case
 from train.throughput import check_equal, linearity, measure
 
 SWEEPS = {
@@ -55,6 +56,7 @@ class BenchConfig:
     supervised: float = 0.64
     rounds: int = 5
     ablation: bool = False
+    options: list[str] = field(default_factory=list)
     sweep: str | None = None
     values: list[int] = field(default_factory=list)
     output: str | None = None
@@ -80,8 +82,11 @@ class BenchConfig:
             raise ValueError(f"sweep={self.sweep} must be one of {', '.join(SWEEPS)}")
         if self.sweep == "tokens" and len(self.values or SWEEPS["tokens"]) < 3:
             raise ValueError(f"values={self.values} must be at least three, or any line fits them; give more")
-        if self.ablation and self.sweep == "processes":
-            raise ValueError("ablation=true and sweep=processes exclude each other; choose one")
+        if unknown := sorted(set(self.options) - set(OPTIONS)):
+            raise ValueError(f"options={unknown} must be among {', '.join(OPTIONS)}")
+        compared = [self.ablation, bool(self.options), self.sweep == "processes"]
+        if sum(compared) > 1:
+            raise ValueError("ablation=true, options=[...] and sweep=processes exclude each other; choose one")
 
     def cases(self) -> list[Case]:
         """What is measured: every family, or those that the sweep is about at each of its values."""
@@ -127,6 +132,17 @@ SAVED: Columns = {
     "peak GB": lambda row: f"{row[OURS]['peak_gb']:.2f}",
     "peak GB without": lambda row: f"{row[row['without']]['peak_gb']:.2f}",
 }
+WITH: Columns = {
+    "heads": COST["heads"],
+    "with": lambda row: row["with"],
+    "step s": lambda row: f"{row[OURS]['step_s']:.2f}",
+    "step s with": lambda row: f"{row[row['with']]['step_s']:.2f}",
+    "longer": COST["faster"],
+    "tokens/s": COST["tokens/s"],
+    "tokens/s with": lambda row: f"{row[row['with']]['tokens_per_s']:.1f}",
+    "peak GB (step)": COST["peak GB (step)"],
+    "peak GB with (step)": lambda row: f"{row[row['with']]['peak_gb']:.2f} ({row[row['with']]['step_gb']:.2f})",
+}
 PROCESSES: Columns = {
     "heads": COST["heads"],
     "processes": lambda row: str(row["processes"]),
@@ -147,6 +163,8 @@ def report(rows: list[dict[str, Any]], model: str) -> str:
         parts = [_table(PROCESSES, rows)]
     elif "without" in rows[0]:
         parts = [_table(SAVED, rows)]
+    elif "with" in rows[0]:
+        parts = [_table(WITH, rows)]
     else:
         parts = [_table(COST, rows), _shares(rows), *growth(rows), NOTES]
     return "\n\n".join([f"## Training steps on {model}", *parts])
@@ -199,6 +217,9 @@ def bench(config: BenchConfig, console: Console) -> list[dict[str, Any]]:
             elif config.ablation:
                 for name in savings_of(case):
                     rows.append({"without": name, **measure(case, config.rounds, advance, name)})
+            elif config.options:
+                for name in config.options:
+                    rows.append({"with": name, **measure(case, config.rounds, advance, name)})
             else:
                 advance(f"{case.family}: compare the losses")
                 with own_process() as call:
@@ -222,6 +243,8 @@ def count_turns(config: BenchConfig) -> int:
         return len(config.cases()) * len(config.values or SWEEPS["processes"]) * turns
     if config.ablation:
         return sum(len(savings_of(case)) for case in config.cases()) * 2 * turns
+    if config.options:
+        return len(config.cases()) * len(config.options) * 2 * turns
     return len(config.cases()) * (1 + 2 * turns)
 
 

@@ -38,6 +38,11 @@ class TrainerConfig:
         that the target costs.
     features: a directory that scripts/extract_features.py wrote for this target, these heads and this data; the
         target's decoder is then not run in training.
+    compile: torch.compile the target's decoder blocks and parts of the heads (train/compiling.py): slow to start. On a
+        CPU the target's layers then keep their usual layout, which a compiler needs.
+    gradient_checkpointing: in the backward, compute the activations of each EAGLE step, Hydra head or stack of Medusa
+        blocks again instead of keeping them, and with an adapter those of the target's decoder blocks: a step takes
+        longer in less memory, gradients are the same.
     shard_target: the processes share the target out: each keeps a part of every decoder block (FSDP2), for targets that
         one GPU does not hold.
     max_skipped: the largest share of the steps done so far that may be skipped. A step whose loss or gradient is not
@@ -70,6 +75,8 @@ class TrainerConfig:
     init_tokens: int = 65536
     keep_features: bool = False
     features: str | None = None
+    compile: bool = False
+    gradient_checkpointing: bool = False
     shard_target: bool = False
     keep_last: int = 2
     eval_prompts: int = 16
@@ -122,6 +129,8 @@ class TrainConfig:
             self._check_adapter()
         if self.trainer.shard_target:
             self._check_sharing()
+        if self.trainer.compile:
+            self._check_compiling()
 
     def _check_adapter(self) -> None:
         problem = ""
@@ -149,6 +158,17 @@ class TrainConfig:
             problem = f"parts of quantised weights ({self.model.quantization}) cannot be put together; set it to null"
         if problem:
             raise ValueError(f"trainer.shard_target=true shares the target out, but {problem}")
+
+    def _check_compiling(self) -> None:
+        problem = ""
+        if self.adapter is not None:
+            problem = "adapter= turns layers of the target on and off, each time another program"
+        elif self.model.device_map is not None:
+            problem = f"model.device_map={self.model.device_map} moves data between GPUs by hooks inside of it"
+        elif self.model.quantization is not None:
+            problem = f"quantised weights ({self.model.quantization}) come with kernels of their own"
+        if problem:
+            raise ValueError(f"trainer.compile=true compiles the target, but {problem}; set trainer.compile=false")
 
     @property
     def kind(self) -> str:

@@ -1,8 +1,12 @@
 """Heads and the adapter of their target, updated together: whole in each process, one or several (DDP)."""
 
+import contextlib
+import functools
+
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from heads.family import DraftHeads
 from train.adapter import Adapter
@@ -24,6 +28,8 @@ class Joint(Parallel):
         self.optimizer.add_param_group(
             trained_group(list(self.adapter.values()), 0.0, settings.lr_ratio, settings.warmup_share)
         )
+        if config.gradient_checkpointing:
+            recompute_blocks(adapter)
         self.model = accelerator.prepare(heads)
 
     @property
@@ -54,3 +60,20 @@ class Joint(Parallel):
     def restore(self, moments: dict[str, Tensor]) -> None:
         moved = any(name.startswith(PREFIX) for name in moments)
         restore_optimizer(self.optimizer, self.parameters if moved else super().parameters, moments)
+
+
+def recompute_blocks(adapter: Adapter) -> None:
+    """From here on, a backward through the target computes the activations of each decoder block again.
+
+    The switch of transformers would do so for models in training mode alone, and the target is never in it.
+    """
+    dropout = adapter.config.dropout > 0
+    for block in adapter.target.decoder.get_submodule("layers").children():
+        block.forward = functools.partial(
+            checkpoint,
+            block.forward,
+            use_reentrant=False,
+            preserve_rng_state=dropout,
+            # Dropout is off again when the backward comes.
+            context_fn=lambda: (contextlib.nullcontext(), adapter.dropping() if dropout else contextlib.nullcontext()),
+        )

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from heads import HEADS
 from heads.family import DraftHeads
+from train.compiling import compile_heads
 from train.config import TrainerConfig
 from train.optimizer import build_optimizer, optimizer_tensors, restore_optimizer
 
@@ -30,6 +31,9 @@ class Parallel(ABC):
 
     def __init__(self, heads: DraftHeads, config: TrainerConfig, accelerator: Accelerator):
         self.heads, self.accelerator, self.clip_norm = heads, accelerator, config.clip_norm
+        heads.gradient_checkpointing = config.gradient_checkpointing
+        if config.compile:
+            compile_heads(heads)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -18,6 +18,7 @@ from heads.target import Target
 from train import checkpoint, start
 from train.adapter import Adapter
 from train.checkpoint import RunState
+from train.compiling import decoding
 from train.config import TrainConfig, TrainerConfig
 from train.display import Display
 from train.drift import hand_out_adapter
@@ -107,7 +108,8 @@ class Run:
         together = self.trainer.shard_target  # then no process can run the target alone
         tau, alphas, heads = 0.0, [], self.parallel.gather_heads(everywhere=together)
         if self.accelerator.is_main_process or together:
-            tau, alphas = measure_tau(self.target, heads, self.prompts, self.trainer.eval_tokens)
+            with decoding():
+                tau, alphas = measure_tau(self.target, heads, self.prompts, self.trainer.eval_tokens)
         if self.accelerator.is_main_process:
             self._log({"eval/tau": tau, **{f"eval/alpha_{k}": alpha for k, alpha in enumerate(alphas, 1)}})
         self.tau = start.from_main(tau, self.accelerator)

@@ -22,6 +22,7 @@ from train import checkpoint
 from train.adapted_features import AdaptedFeatures
 from train.adapter import Adapter
 from train.checkpoint import RunState
+from train.compiling import check_compiling, compile_target
 from train.config import TrainConfig, TrainerConfig
 from train.features import FeatureSource
 from train.joint import Joint
@@ -40,20 +41,26 @@ def load_frozen_target(config: TrainConfig, accelerator: Accelerator) -> Target:
     """Load the target whose chat template gets the data's options on top of the model's, for tau's prompts too.
 
     Raises:
-        ValueError: if the target cannot be loaded, or was to be trained in parts.
+        ValueError: if the target cannot be loaded, was to be trained in parts, or cannot be compiled here.
     """
     if config.adapter is not None and accelerator.distributed_type in SHARDED:
         raise ValueError(
             f"adapter: {accelerator.distributed_type.value} would shard the heads but not the adapter that is trained "
             "with them; launch with conf/accelerate/ddp.yaml, or leave out adapter="
         )
+    if config.trainer.compile:
+        check_compiling(accelerator)
     template_kwargs = {**config.model.template_kwargs, **config.data.template_kwargs}
-    # Packed layers give no gradients.
-    pack = config.adapter is None
     model = replace(config.model, template_kwargs=template_kwargs)
     if config.trainer.shard_target:
-        return share_out(model, accelerator)
-    return load_target(model, accelerator.device, pack)
+        target = share_out(model, accelerator)
+    else:
+        # Packed layers give no gradients, and a compiler cannot look into them.
+        pack = config.adapter is None and not config.trainer.compile
+        target = load_target(model, accelerator.device, pack)
+    if config.trainer.compile:
+        compile_target(target)
+    return target
 
 
 def build_adapter(config: TrainConfig, target: Target) -> Adapter | None:

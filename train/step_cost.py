@@ -6,7 +6,7 @@ The step is that of `train.loop`, on one batch of made-up conversations: nothing
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from heads.family import DraftHeads
 from heads.target import DTYPES, Target, TargetConfig, load_target, place_target, preferred_dtype
 from heads.tiny import FAMILIES, SHAPE, tiny_tokenizer
 from train import naive_losses
+from train.compiling import check_compiler, compile_heads, compile_target
 from train.config import TrainerConfig
 from train.features import FeatureSource
 from train.optimizer import build_optimizer, trainable_parameters
@@ -30,6 +31,7 @@ from train.optimizer import build_optimizer, trainable_parameters
 
 OURS, NAIVE = "ours", "naive"
 FORMS = {OURS: HEADS, NAIVE: naive_losses.NAIVE}
+OPTIONS = ("compile", "gradient_checkpointing")  # of the trainer: ours with one of them is a form, too
 PHASES: tuple[str, ...] = ("data", "target", "heads", "loss", "backward", "optimiser")
 DEPTH = {"medusa": "num_heads", "hydra": "num_heads", "eagle": "num_steps", "eagle3": "num_steps"}
 LLAMA3: dict[str, Any] = {
@@ -96,18 +98,29 @@ class Case:
 
 
 class TrainingStep:
-    """One optimiser step that can be repeated."""
+    """One optimiser step that can be repeated: ours, also with one of OPTIONS, or naive.
+
+    Raises:
+        ValueError: if the target cannot be loaded, or nothing can be compiled here.
+    """
 
     def __init__(self, case: Case, form: str):
+        trainer = replace(TrainerConfig(), **{form: True} if form in OPTIONS else {})
         use_threads(case.threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.target = load_or_make_target(case.model, case.vocabulary, device)
+        if trainer.compile:
+            check_compiler(device)
+        self.target = load_or_make_target(case.model, case.vocabulary, device, pack=not trainer.compile)
         self.loader = batch_loader(case, self.target.vocab_size, micro_batch_size=case.rows)
         self.batch = self.next_batch()
         self.heads = make_heads(case, self.target, FORMS.get(form, HEADS))
+        self.heads.gradient_checkpointing = trainer.gradient_checkpointing
+        if trainer.compile:
+            compile_target(self.target)
+            compile_heads(self.heads)
         self.source = FeatureSource(self.target, self.heads.training_taps, self.target.dtype, keep=False)
         self.trainable = trainable_parameters(self.heads, self.target)
-        self.optimizer = build_optimizer(self.trainable, TrainerConfig())
+        self.optimizer = build_optimizer(self.trainable, trainer)
         self.watch = Stopwatch(device)
         self.heads.loss = self.watch.around("loss", self.heads.loss)
 
@@ -167,7 +180,9 @@ class Stopwatch:
         return time.perf_counter()
 
 
-def load_or_make_target(config: TargetConfig, vocabulary: int | None, device: torch.device) -> Target:
+def load_or_make_target(
+    config: TargetConfig, vocabulary: int | None, device: torch.device, pack: bool = True
+) -> Target:
     """The target of `config`; those of SHAPES are made here, with `vocabulary` token ids if it is given.
 
     Raises:
@@ -179,7 +194,7 @@ def load_or_make_target(config: TargetConfig, vocabulary: int | None, device: to
                 f"vocabulary={vocabulary} needs a target of random weights, but {config.path} has its own; leave out "
                 "vocabulary, or model"
             )
-        return load_target(config, device)
+        return load_target(config, device, pack)
     shape = SHAPES[config.path]
     torch.manual_seed(0)
     with device:  # billions of weights are drawn in a second there, in minutes on a CPU
@@ -188,7 +203,7 @@ def load_or_make_target(config: TargetConfig, vocabulary: int | None, device: to
             dtype=preferred_dtype(device) if config.dtype == "auto" else DTYPES[config.dtype],
             attn_implementation="sdpa",
         )
-    return place_target(model, tiny_tokenizer(), config, device)
+    return place_target(model, tiny_tokenizer(), config, device, pack)
 
 
 def batch_loader(case: Case, vocab_size: int, **sharing: int) -> BatchLoader:

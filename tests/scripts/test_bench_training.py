@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import scripts.bench_training
+import train.step_cost
 import train.throughput
 from eval.config import from_hydra
 from scripts.bench_training import BenchConfig, bench, count_turns, growth, report, savings_of
@@ -22,7 +23,7 @@ from train import naive_losses
 from train.own_process import own_process
 from train.process_speed import measure_processes
 from train.savings import SAVINGS, Saving
-from train.step_cost import OURS, PHASES, Case, TrainingStep, load_or_make_target
+from train.step_cost import OPTIONS, OURS, PHASES, Case, TrainingStep, load_or_make_target
 from train.throughput import check_equal, linearity, ratios
 
 CONF = str(Path(__file__).parents[2] / "conf")
@@ -112,8 +113,36 @@ def test_an_ablation_is_measured_and_reported(one_process):
     assert report(rows, "tiny").count("| eagle 1 |") == len(SAVINGS)
 
 
+def test_an_option_of_the_trainer_is_measured_and_reported(one_process):
+    settings = tiny(families=["eagle3"], options=["gradient_checkpointing"], rounds=1)
+    (row,) = bench(settings, Console(file=io.StringIO()))
+    assert row["with"] == "gradient_checkpointing"
+    assert row["gradient_checkpointing"]["step_s"] > 0
+    assert not one_process
+    assert report([row], "tiny").count("| eagle3 7 | gradient_checkpointing |") == 1
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_is_turned_on_in_its_own_form_alone(option, monkeypatch):
+    compiled = []
+    for name in ("check_compiler", "compile_target", "compile_heads"):
+        monkeypatch.setattr(train.step_cost, name, lambda argument, name=name: compiled.append(name))
+    assert not TrainingStep(case(), OURS).heads.gradient_checkpointing
+    assert not compiled
+    assert TrainingStep(case(), option).heads.gradient_checkpointing == (option == "gradient_checkpointing")
+    assert compiled == (["check_compiler", "compile_target", "compile_heads"] if option == "compile" else [])
+
+
+@pytest.mark.slow  # a compiler runs
+def test_a_compiled_step_is_measured():
+    (row,) = bench(tiny(families=["medusa"], options=["compile"], rounds=1), Console(file=io.StringIO()))
+    assert row["compile"]["step_s"] > 0
+    assert "| medusa 5 | compile |" in report([row], "tiny")
+
+
 def test_the_progress_bar_is_full_at_the_end(one_process, monkeypatch):
-    for settings in (tiny(rounds=1, families=["medusa"]), tiny(rounds=1, families=["medusa"], ablation=True)):
+    for more in ({}, {"ablation": True}, {"options": ["gradient_checkpointing"]}):
+        settings = tiny(rounds=1, families=["medusa"], **more)
         advanced = []
         monkeypatch.setattr(Progress, "update", lambda *_, advance, to=advanced, **__: to.append(advance))
         bench(settings, Console(file=io.StringIO()))
@@ -203,6 +232,8 @@ def test_sweeps():
         ({"sweep": "steps", "families": ["medusa"]}, r"sweep=steps concerns none of families=\['medusa'\]"),
         ({"sweep": "tokens", "values": [64, 128]}, "must be at least three"),
         ({"sweep": "processes", "ablation": True}, "exclude each other"),
+        ({"options": ["compile"], "ablation": True}, "exclude each other"),
+        ({"options": ["fuse"]}, r"options=\['fuse'\] must be among compile, gradient_checkpointing"),
         ({"tokens": 8}, "tokens=8 leaves no label for depth 5"),
     ],
 )
