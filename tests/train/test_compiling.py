@@ -16,10 +16,12 @@ from eval.sampling import SamplingConfig
 from eval.stopping import StopConditions
 from heads import HEADS
 from heads.alignment import label_counts
+from heads.packed import PackedLinear, can_pack
 from heads.target import Target, TargetConfig, load_target
 from train.agreement import disturbed_heads, packed_batch, relative
 from train.compiling import check_compiler, check_compiling, compile_heads, compile_target, decoding
 from train.loop import train
+from train.start import load_frozen_target
 from train.step_cost import inputs_of
 
 pytestmark = [
@@ -168,6 +170,14 @@ def test_a_run_that_is_compiled_trains_the_same_heads(make_config, tmp_path, pro
     assert all(before == after for before, _, after in counts)
     one, other = (load_file(tmp_path / name / "heads" / "model.safetensors") for name in ("plain", "compiled"))
     torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(not can_pack(torch.float32), reason="no layer is packed on this CPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_compiled_is_not_packed_for_decoding(compiled, make_config):
+    alone: Any = SimpleNamespace(distributed_type=DistributedType.NO, device=torch.device("cpu"))
+    target = load_frozen_target(make_config(f"trainer.compile={compiled}"), alone)
+    assert any(isinstance(module, PackedLinear) for module in target.model.modules()) != compiled
 
 
 @pytest.mark.parametrize(

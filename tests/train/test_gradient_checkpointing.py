@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint
 
 from heads.target import Target, TargetConfig, load_target
 from train.adapted_features import AdaptedFeatures
@@ -56,24 +57,44 @@ def test_an_adapted_target_computes_its_blocks_again(dropout, family):
     assert less < size / 4
 
 
+@pytest.fixture
+def checkpoints(monkeypatch) -> list[str]:
+    """Which modules ran something with gradients that a backward computes again."""
+    called: list[str] = []
+
+    def noting(module):
+        def noted(*inputs, **options):
+            if torch.is_grad_enabled():
+                called.append(module)
+            return checkpoint(*inputs, **options)
+
+        return noted
+
+    for module in ("heads.family", "train.joint"):
+        monkeypatch.setattr(f"{module}.checkpoint", noting(module))
+    return called
+
+
 @pytest.mark.parametrize("kind", ["medusa", pytest.param("eagle3", marks=pytest.mark.slow)])
-def test_a_run_trains_the_same_heads(kind, make_config, tmp_path):
+def test_a_run_trains_the_same_heads(kind, make_config, tmp_path, checkpoints):
     for name, checkpointing in (("kept", False), ("recomputed", True)):
         config = make_config(
             "trainer.steps=3", f"trainer.gradient_checkpointing={checkpointing}", f"output_dir={tmp_path}/{name}"
         )
         train(from_hydra({**config.resolved(), "heads": {"kind": kind}}))
+        assert set(checkpoints) == ({"heads.family"} if checkpointing else set())
     one, other = (load_file(tmp_path / name / "heads" / "model.safetensors") for name in ("kept", "recomputed"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow
-def test_a_joint_run_trains_the_same_adapter(make_config, tmp_path):
+def test_a_joint_run_trains_the_same_adapter(make_config, tmp_path, checkpoints):
     joint = ("adapter.r=4", "adapter.dropout=0.2", "adapter.warmup_share=0.34", "adapter.lm_weight=1.0")
     more = ("trainer.steps=3", "trainer.eval_prompts=2", "trainer.save_every=3")
     for name, checkpointing in (("kept", False), ("recomputed", True)):
         option = f"trainer.gradient_checkpointing={checkpointing}"
         train(make_config(*joint, *more, option, f"output_dir={tmp_path}/{name}"))
+        assert set(checkpoints) == ({"heads.family", "train.joint"} if checkpointing else set())
     for file in ("model", "adapter_model"):
         one, other = (
             load_file(tmp_path / name / "checkpoints" / "step-000003" / f"{file}.safetensors")
