@@ -35,13 +35,20 @@ def from_hydra(schema: type[Config], composed: DictConfig | dict[str, Any]) -> C
 
 
 def _writable(schema: type) -> DictConfig:
-    """Frozen dataclasses become read-only nodes, at every depth; those refuse the merge that fills them."""
+    """The defaults of `schema` as nodes that a merge can fill."""
     node = OmegaConf.structured(schema)
+    _release(node, schema)
+    return node
+
+
+def _release(node: DictConfig, schema: type) -> None:
+    """Frozen dataclasses become read-only nodes, at every depth; those refuse the merge that fills them."""
     OmegaConf.set_readonly(node, None)
     for name, kind in get_type_hints(schema).items():
         if isinstance(kind, type) and is_dataclass(kind):
-            node[name] = _writable(kind)
-    return node
+            if OmegaConf.is_missing(node, name):
+                node[name] = OmegaConf.structured(kind)
+            _release(node[name], kind)
 
 
 def _unknown(error: ConfigKeyError, schema: type) -> str:

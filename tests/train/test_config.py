@@ -1,10 +1,12 @@
 """A wrong setting fails before anything is loaded, and the message names it, the rule and the fix."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
+from heads import HEADS
 from train.config import TrainConfig, TrainerConfig, from_hydra
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -57,6 +59,13 @@ def test_the_family_decides_the_type_of_heads(make_config):
     assert isinstance(config, TrainConfig)
     assert config.kind == "medusa"
     assert (config.heads.num_heads, config.heads.objective.kl_weight) == (3, 0.5)
+
+
+@pytest.mark.parametrize("given", [{}, {"objective": {"decay": 0.5}}])
+def test_what_is_not_given_is_the_default_of_the_family(make_values, given):
+    heads = from_hydra({**make_values(), "heads": {"kind": "eagle3", **given}}).heads
+    own = HEADS["eagle3"].config_class()
+    assert heads == replace(own, objective=replace(own.objective, **given.get("objective", {})))
 
 
 def test_resolved_values_make_the_same_config(make_config):
