@@ -151,6 +151,15 @@ class Shard:
         features_TD[parts[POSITIONS].long()] = features_ND
         return features_TD
 
+    def holds(self, row: int, tap: str, read_T: Tensor) -> bool:
+        """Whether the rows of a tap that document `row` has here are enough where `read_T` (bool) is true."""
+        if tap in self.layout.whole:
+            return True
+        rows = slice(*self.offsets[tap][row : row + 2])
+        missing_T = read_T.clone()
+        missing_T[self.file.get_slice(tensor_name(tap, POSITIONS))[rows].long()] = False
+        return not missing_T.any()
+
 
 class FeatureStore:
     """The features in `directory`, by token ids. A shard's checksum is compared when it is first read from.
@@ -168,6 +177,16 @@ class FeatureStore:
         self.shards = [Shard(shard_path(directory, n), self.index.layout) for n in range(self.index.shards)]
         self.places = {key: (shard, row) for shard in self.shards for row, key in enumerate(shard.keys)}
 
+    def holds(self, ids_T: Tensor, reads: dict[str, Tensor]) -> bool:
+        """Whether a document is stored, with all that is read of it: bool [T] by tap."""
+        place = self.places.get(document_key(ids_T))
+        return place is not None and all(place[0].holds(place[1], tap, read_T) for tap, read_T in reads.items())
+
+    def check(self) -> None:
+        """Compare all shards with their checksums. Raises ValueError that names the damaged one."""
+        for shard in self.shards:
+            shard.check()
+
     def read(self, ids_T: Tensor, taps: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
         """{tap: [T, D]} of one document, on the CPU.
 
@@ -176,8 +195,7 @@ class FeatureStore:
         """
         place = self.places.get(document_key(ids_T))
         if place is None:
-            for shard in self.shards:  # damaged bytes can hide a document
-                shard.check()
+            self.check()  # damaged bytes can hide a document
             raise ValueError(
                 f"{self.directory} has no features of a document of {len(ids_T)} tokens that begins with "
                 f"{ids_T[:8].tolist()}; extract them: scripts/extract_features.py with this run's model=, heads= "

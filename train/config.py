@@ -36,8 +36,8 @@ class TrainerConfig:
     init_tokens: supervised tokens that heads.init=regression is fitted on, at most one epoch.
     keep_features: keep the target's features in memory, so that the warm start and each row's first epoch are all
         that the target costs.
-    features: a directory that scripts/extract_features.py wrote for this target, these heads and this data; the
-        target's decoder is then not run in training.
+    features: a directory that scripts/extract_features.py wrote for this target, these heads, and this data or more;
+        the target's decoder is then not run in training.
     compile: torch.compile the target's decoder blocks and parts of the heads (train/compiling.py): slow to start. On a
         CPU the target's layers then keep their usual layout, which a compiler needs.
     gradient_checkpointing: in the backward, compute the activations of each EAGLE step, Hydra head or stack of Medusa

@@ -22,7 +22,7 @@ from train.features import FeatureSource, document_features
 # Shapes: T tokens of a document, D hidden
 
 SAMPLED = 64  # numbers of each of the decoder's parameters that its digest covers
-READS, DEPTH = "reads", "depth"
+DATA, READS, DEPTH = "data", "reads", "depth"
 
 
 def open_source(
@@ -97,7 +97,7 @@ def made_for(target: Target, heads: DraftHeads, prepared: PreparedData) -> dict[
         "target.revision": target.config.revision,
         "target.dtype": dtype_name(target.dtype),
         "target.blocks_sha256": blocks_sha256(target),
-        "data": prepared.digest,
+        DATA: prepared.digest,
         READS: {tap: sorted(kinds) for tap, kinds in training_reads(heads).items()},
         DEPTH: heads.depth,
     }
@@ -113,22 +113,38 @@ def blocks_sha256(target: Target) -> str:
 
 
 def open_store(directory: Path, target: Target, heads: DraftHeads, prepared: PreparedData) -> FeatureStore:
-    """Open a store for training.
+    """Open a store for training: one of this run's data, or of other data with the same documents and more.
 
     Raises:
-        ValueError: naming what it was made for otherwise, or a shard that is missing or damaged.
+        ValueError: naming what it was made for otherwise, what it lacks, or a shard that is missing or damaged.
     """
     store = FeatureStore(directory)
     stored, needed = store.index.made_for, made_for(target, heads, prepared)
     for name in needed:
-        if name not in {READS, DEPTH} and stored.get(name) != needed[name]:
+        if name not in {DATA, READS, DEPTH} and stored.get(name) != needed[name]:
             raise ValueError(
                 f"trainer.features={directory} was made for {name}={stored.get(name)}, this run has {needed[name]}; "
                 "give the features of this run, extracted by scripts/extract_features.py with its model=, heads= "
                 "and data= settings"
             )
     _check_reads(directory, stored, training_reads(heads), heads.depth)
+    if stored.get(DATA) != prepared.digest:
+        _check_documents(store, heads, prepared)
     return store
+
+
+def _check_documents(store: FeatureStore, heads: DraftHeads, prepared: PreparedData) -> None:
+    reads = training_reads(heads)
+    lacking = 0
+    for ids_T, supervised_T in map(prepared.sample, range(len(prepared))):
+        read = {tap: positions_read(kinds, ids_T, supervised_T, heads.depth) for tap, kinds in reads.items()}
+        lacking += not store.holds(ids_T, read)
+    if lacking:
+        store.check()  # damaged bytes can hide a document
+        raise ValueError(
+            f"trainer.features={store.directory} was made from other data: it lacks what {lacking} of this run's "
+            f"{len(prepared)} documents need; extract with this run's data= settings (scripts/extract_features.py)"
+        )
 
 
 def _check_reads(directory: Path, stored: dict[str, Any], needed: Reads, depth: int) -> None:

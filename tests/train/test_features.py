@@ -198,7 +198,6 @@ OTHERS = {
     "target.dtype=float32, this run has bfloat16": ("eagle3", ["model.dtype=bfloat16"]),
     "target.model_type=llama, this run has qwen3": ("eagle3", ["model.path=random:qwen3"]),
     "target.revision=None, this run has other": ("eagle3", ["model.revision=other"]),
-    "data=": ("eagle3", ["data.max_length=191"]),
     "final_norm at positions ['future'], this run reads ['document']": ("eagle", []),
     "final_norm at positions ['future'], this run reads ['anchors', 'future']": ("medusa-kl", []),
 }
@@ -223,6 +222,28 @@ def test_heads_that_read_less_take_the_same_features_and_others_do_not(make_case
         other = Made(replace(config, heads=replace(config.heads, **settings)))
         with pytest.raises(ValueError, match=f"was made for {said}"):
             open_store(directory, other.target, other.heads, other.prepared)
+
+
+@pytest.mark.parametrize("case", ["eagle3", "medusa-kl"])
+def test_a_store_of_more_documents_serves_a_run_with_fewer_and_not_the_reverse(make_case, tmp_path, case):
+    more, fewer = Made(make_case(case, FEW)), Made(make_case(case, "data.limit=4"))
+    store = open_store(more.store(tmp_path), fewer.target, fewer.heads, fewer.prepared)
+    expected = loss_and_gradients(fewer, fewer.source(None, keep=True))
+    assert all(
+        one.equal(other) for one, other in zip(expected, loss_and_gradients(fewer, fewer.source(store)), strict=True)
+    )
+    directory = fewer.store(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(f"features={directory} was made from other data: it lacks what 6")):
+        open_store(directory, more.target, more.heads, more.prepared)
+
+
+def test_rows_that_other_supervision_reads_are_missed(make_case, tmp_path):
+    made = Made(make_case("medusa", FEW))
+    directory = made.store(tmp_path)
+    supervised_N = torch.ones_like(made.prepared.supervised_N)
+    other = replace(made.prepared, supervised_N=supervised_N, digest="other")
+    with pytest.raises(ValueError, match="it lacks what 10 of this run's 10 documents need"):
+        open_store(directory, made.target, made.heads, other)
 
 
 def test_a_fine_tune_of_the_blocks_alone_is_another_target(make_case, tmp_path):
