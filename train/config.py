@@ -16,6 +16,8 @@ Config = TypeVar("Config")
 
 PRECISIONS = ("auto", "float32", "bfloat16")
 TRACKERS = ("wandb", "tensorboard", "none")
+# What AdamW learns each family at: by their authors' recipes, for EAGLE by today's trainers (SpecForge, ModelOpt).
+LEARNING_RATES = {"medusa": 1e-3, "hydra": 5e-4, "eagle": 1e-4, "eagle3": 1e-4}
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("steps batch_size micro_batch_size log_every keep_last eval_tokens init_tokens", lambda v: v >= 1, "at least 1"),
     ("eval_every save_every eval_prompts weight_decay", lambda v: v >= 0, "at least 0; 0 is for none"),
@@ -43,6 +45,7 @@ class TrainerConfig:
     gradient_checkpointing: in the backward, compute the activations of each EAGLE step, Hydra head or stack of Medusa
         blocks again instead of keeping them, and with an adapter those of the target's decoder blocks: a step takes
         longer in less memory, gradients are the same.
+    lr: the largest learning rate; null in YAML is that of the heads' family (LEARNING_RATES).
     shard_target: the processes share the target out: each keeps a part of every decoder block (FSDP2), for targets that
         one GPU does not hold.
     max_skipped: the largest share of the steps done so far that may be skipped. A step whose loss or gradient is not
@@ -184,10 +187,16 @@ class TrainConfig:
 def from_hydra(composed: DictConfig | dict[str, Any]) -> TrainConfig:
     """Turn the composed YAML into a checked TrainConfig; the rest of the program never sees OmegaConf.
 
+    Where `trainer.lr` is null, it becomes that of the heads' family.
+
     Raises:
         ValueError: naming an unknown kind or key, a missing value, a wrong type or a value out of range.
     """
-    return with_heads(TrainConfig, composed)
+    values = OmegaConf.create(composed)
+    kind = OmegaConf.select(values, "heads.kind")
+    if kind in LEARNING_RATES and OmegaConf.select(values, "trainer.lr") is None:
+        OmegaConf.update(values, "trainer.lr", LEARNING_RATES[kind], force_add=True)
+    return with_heads(TrainConfig, values)
 
 
 def with_heads(base: type[Config], composed: DictConfig | dict[str, Any]) -> Config:

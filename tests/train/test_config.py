@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from heads import HEADS
-from train.config import TrainConfig, TrainerConfig, from_hydra
+from train.config import LEARNING_RATES, TrainConfig, TrainerConfig, from_hydra
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -68,6 +68,14 @@ def test_what_is_not_given_is_the_default_of_the_family(make_values, given):
     assert heads == replace(own, objective=replace(own.objective, **given.get("objective", {})))
 
 
+@pytest.mark.parametrize(("given", "rate"), [(None, 1e-4), (3e-4, 3e-4)])
+def test_a_family_learns_at_its_own_rate_unless_one_is_given(make_values, given, rate):
+    values = {**make_values(), "heads": {"kind": "eagle3"}}
+    config = from_hydra({**values, "trainer": {**values["trainer"], "lr": given}})
+    assert config.trainer.lr == config.resolved()["trainer"]["lr"] == rate
+    assert set(LEARNING_RATES) == set(HEADS)
+
+
 def test_resolved_values_make_the_same_config(make_config):
     config = make_config("trainer.max_seconds=5")
     again = from_hydra(OmegaConf.create(config.resolved()))
@@ -76,5 +84,6 @@ def test_resolved_values_make_the_same_config(make_config):
 
 def test_default_trainer_yaml_shows_the_defaults_of_the_code():
     shown = OmegaConf.to_container(OmegaConf.load(CONF / "trainer" / "default.yaml"))
-    assert TrainerConfig(**shown) == TrainerConfig()
+    assert shown["lr"] is None  # of the family
+    assert TrainerConfig(**{**shown, "lr": TrainerConfig.lr}) == TrainerConfig()
     assert set(shown) == set(TrainerConfig.__dataclass_fields__)
