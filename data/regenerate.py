@@ -1,8 +1,7 @@
-"""Training data from the target itself: it answers prompts, and it can invent the prompts.
+"""Training data from the target itself: it answers prompts, its own among them (data/invention.py).
 
 Heads must learn what the target says, not what somebody else said. Answers are appended to a JSONL file as they are
-finished; a run that was stopped goes on with what is missing. Inventing follows Magpie (arXiv 2406.08464): given its
-template up to the start of a user turn, the target itself writes what a user would ask.
+finished; a run that was stopped goes on with what is missing.
 
 This module knows nothing of models: it is handed a function from token ids to token ids.
 """
@@ -10,7 +9,6 @@ This module knows nothing of models: it is handed a function from token ids to t
 import json
 import logging
 import random
-import unicodedata
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,8 +25,6 @@ logger = logging.getLogger(__name__)
 Generate = Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[int]]]
 
 GO_ON = "run again to go on"
-MIN_WORDS, MAX_WORDS = 4, 120
-MARK = "\ue000"  # a private-use character that no template contains
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,7 @@ def open_jobs(
         names = [name for name in (f"{prompt.name}#{sample}" for sample in range(samples)) if name not in done]
         if names:
             ids = prompt_ids(prompt, tokenizer, template_kwargs)
-            jobs += [Job(name, prompt, ids, _stream(seed, name)) for name in names]
+            jobs += [Job(name, prompt, ids, stream(seed, name)) for name in names]
     return jobs
 
 
@@ -178,74 +174,7 @@ def text_row(job: Job, text: str, finish: str, tokens: int) -> dict[str, Any]:
     }
 
 
-def user_turn_prefix(tokenizer: Any, template_kwargs: dict[str, Any]) -> list[int]:
-    """Token ids of the target's own template up to where the user's text begins.
-
-    Raises:
-        ValueError: if the template rewrites the user's text, so that no prefix can be cut.
-    """
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=False, **template_kwargs
-    )
-    before, found, _ = rendered.partition(MARK)
-    if not found:
-        raise ValueError("the chat template does not show the user's text as it is; give prompts instead of invent=")
-    return tokenizer.encode(before, add_special_tokens=False)
-
-
-def invent(
-    log: AnswerLog,
-    count: int,
-    generate: Generate,
-    tokenizer: Any,
-    eos_ids: Sequence[int],
-    prefix: Sequence[int],
-    known: Sequence[str],
-    batch_size: int,
-    seed: int,
-    on_prompts: Callable[[int], None] = lambda count: None,
-) -> None:
-    """Sample user turns until `log` holds `count` acceptable ones, none of which repeats another or a `known` text."""
-    seen = {fingerprint(text) for text in known} | {fingerprint(row["prompt"]) for row in log.rows}
-    draws = max((row["draw"] for row in log.rows), default=-1) + 1
-    while len(log.rows) < count:
-        numbers = range(draws, draws + batch_size)
-        turns = generate([prefix] * batch_size, [_stream(seed, f"invented-{number}") for number in numbers])
-        accepted = []
-        for number, tokens in zip(numbers, turns, strict=True):
-            text = tokenizer.decode(tokens[:-1], skip_special_tokens=False).strip()
-            if not tokens or tokens[-1] not in eos_ids or fault(text) or fingerprint(text) in seen:
-                continue
-            seen.add(fingerprint(text))
-            accepted.append({"id": f"invented-{number}", "category": "invented", "prompt": text, "draw": number})
-        draws += batch_size
-        accepted = accepted[: count - len(log.rows)]
-        log.append(accepted)
-        on_prompts(len(accepted))
-
-
-def fault(text: str) -> str | None:
-    """Why an invented prompt is not worth answering, or None if it is."""
-    words = text.split()
-    if not MIN_WORDS <= len(words) <= MAX_WORDS:
-        return "length"
-    if not text[0].isalnum() and text[0] not in "\"'([":
-        return "does not begin like a sentence"
-    if any(unicodedata.category(symbol) in {"Cc", "Co", "Cn"} and symbol not in "\n\t" for symbol in text):
-        return "control characters"
-    if "<|" in text or "|>" in text:
-        return "template markers"
-    if len(set(words)) < len(words) / 2:
-        return "repeats itself"
-    return None
-
-
-def fingerprint(text: str) -> str:
-    """A text without case, spacing and punctuation: what counts as the same prompt."""
-    return "".join(symbol for symbol in text.casefold() if symbol.isalnum())
-
-
-def _stream(seed: int, name: str) -> int:
+def stream(seed: int, name: str) -> int:
     """A seed for one job that depends on nothing but the run's seed and the job's name."""
     return zlib.crc32(f"{seed}:{name}".encode())
 

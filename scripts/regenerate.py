@@ -2,6 +2,7 @@
 
 python scripts/regenerate.py prompts=[data/demo/prompts.jsonl] output=outputs/answers.jsonl samples=2
 python scripts/regenerate.py invent=1500 output=outputs/invented.jsonl
+python scripts/regenerate.py invent=1500 invent_like=[prompts.jsonl] output=outputs/more-of-the-same-kinds.jsonl
 python scripts/regenerate.py url=http://localhost:8000/v1 prompts=[prompts.jsonl] output=outputs/answers.jsonl
 """
 
@@ -15,8 +16,9 @@ import hydra
 from omegaconf import DictConfig
 
 from data.conversations import load_conversations
+from data.invention import Openings, invent
 from data.progress import Progress
-from data.regenerate import AnswerLog, Job, Prompt, answer, invent, open_jobs, read_prompts, user_turn_prefix
+from data.regenerate import AnswerLog, Job, Prompt, answer, open_jobs, read_prompts
 from data.regenerate_settings import keep_to_settings
 from eval.batched import generate_batch
 from eval.config import from_hydra
@@ -31,12 +33,19 @@ TARGET_SETTINGS = ("path", "revision", "dtype", "adapter", "quantization", "temp
 
 @dataclass(frozen=True)
 class RegenerateConfig(ServerConfig):
-    """`conf/regenerate.yaml`; `prompts` are sources as in conf/data, `invent` the number of prompts to sample."""
+    """`conf/regenerate.yaml`.
+
+    prompts: to answer; sources as in conf/data.
+    invent: how many more prompts the target samples itself (data/invention.py).
+    invent_like: sources of prompts whose kinds of work, in turn, the invented ones shall be of; `shots` are shown.
+    """
 
     model: TargetConfig
     output: str
     prompts: list[str] = field(default_factory=list)
     invent: int = 0
+    invent_like: list[str] = field(default_factory=list)
+    shots: int = 3
     samples: int = 1
     batch_size: int = 64
     max_new_tokens: int = 320
@@ -54,7 +63,9 @@ class RegenerateConfig(ServerConfig):
             )
         if not self.prompts and not self.invent:
             raise ValueError("nothing to answer; give prompts=[file.jsonl] or invent=1000")
-        for name in ("samples", "batch_size", "max_new_tokens", "max_prompt_tokens"):
+        if self.invent_like and not self.invent:
+            raise ValueError(f"invent_like={self.invent_like} is for invented prompts; say how many: invent=1000")
+        for name in ("shots", "samples", "batch_size", "max_new_tokens", "max_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
@@ -66,8 +77,9 @@ class RegenerateConfig(ServerConfig):
 
     def prompt_settings(self) -> dict[str, Any]:
         """What an invented prompt follows from."""
+        shown = {"invent_like": self.invent_like, "shots": self.shots if self.invent_like else 0}
         room = {"max_prompt_tokens": self.max_prompt_tokens}
-        return {**self._target_settings(), **_named("prompt_sampling", self.prompt_sampling), **room}
+        return {**self._target_settings(), **_named("prompt_sampling", self.prompt_sampling), **shown, **room}
 
     def _target_settings(self) -> dict[str, Any]:
         return {"seed": self.seed, **{f"model.{name}": getattr(self.model, name) for name in TARGET_SETTINGS}}
@@ -140,6 +152,8 @@ def _closing(log: AnswerLog) -> str:
 
 
 def _invented(config: RegenerateConfig, target: Target, path: Path, known: list[Prompt]) -> list[Prompt]:
+    examples = read_prompts(load_conversations(config.invent_like, needs_answer=False)) if config.invent_like else []
+    template_kwargs = dict(config.model.template_kwargs)
     with AnswerLog(path) as log:
         keep_to_settings(log, config.prompt_settings())
         with TokenProgress("inventing", "prompts", config.invent, len(log.rows)) as (on_rows, on_tokens):
@@ -151,8 +165,8 @@ def _invented(config: RegenerateConfig, target: Target, path: Path, known: list[
                 ),
                 target.tokenizer,
                 target.eos_ids,
-                user_turn_prefix(target.tokenizer, dict(config.model.template_kwargs)),
-                [prompt.messages[-1]["content"] for prompt in known],
+                Openings(target.tokenizer, template_kwargs, examples, config.shots, config.seed),
+                [prompt.messages[-1]["content"] for prompt in (*known, *examples)],
                 config.batch_size,
                 config.seed,
                 on_rows,

@@ -4,7 +4,7 @@ import pytest
 
 from data.conversations import Conversation, load_conversations
 from data.problems import Problems
-from data.regenerate import AnswerLog, Prompt, answer, fault, invent, read_prompts, user_turn_prefix
+from data.regenerate import AnswerLog, Prompt, answer, read_prompts
 from data.regenerate_settings import keep_to_settings
 from data.render import render_prompt
 from data.samples import SampleBuilder
@@ -75,41 +75,6 @@ def test_a_damaged_line_is_named(tokenizer, tmp_path):
     path.write_text('{"id": 1}\nnonsense\n{"id": 2}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl:2 is not JSON"):
         AnswerLog(path)
-
-
-def test_the_prefix_is_the_serving_prompt_up_to_the_users_text(tokenizer):
-    assert tokenizer.decode(user_turn_prefix(tokenizer, {})) == "<|im_start|>user\n"
-
-
-def test_invented_prompts_are_filtered_and_never_repeat(tokenizer, tmp_path):
-    texts = iter(["Tell me about the sea.", "too short", "tell me, about the SEA!", "What is a known prompt?"] + [
-        f"Explain the number {i} in plain words." for i in range(20)
-    ])  # fmt: skip
-
-    def generate(prompts, seeds):
-        return [[*tokenizer.encode(next(texts)), EOS] for _ in prompts]
-
-    known = ["What is a known prompt?"]
-    with AnswerLog(tmp_path / "prompts.jsonl") as log:
-        invent(log, 4, generate, tokenizer, [EOS], [1, 2], known, batch_size=5, seed=0)
-    assert [row["prompt"] for row in log.rows] == ["Tell me about the sea."] + [
-        f"Explain the number {i} in plain words." for i in range(3)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("one two three", "length"),
-        ("- a list that begins with a dash", "does not begin like a sentence"),
-        ("<b>what is this</b> tag doing", "does not begin like a sentence"),
-        ("please print <|im_end|> for me now", "template markers"),
-        ("go go go go go go go stop", "repeats itself"),
-        ("What makes the sky look blue?", None),
-    ],
-)
-def test_faults(text, reason):
-    assert fault(text) == reason
 
 
 def test_two_prompts_of_one_name_are_refused():

@@ -76,6 +76,8 @@ def test_the_file_of_settings_composes():
     ("settings", "message"),
     [
         ({"invent": 5}, "invent=5 .* chat completions cannot send; invent without url= first"),
+        ({"invent_like": ["b"]}, "invent_like=.* is for invented prompts; say how many: invent=1000"),
+        ({"shots": 0}, "shots=0 must be at least 1"),
         ({"concurrency": 0}, "concurrency=0 must be at least 1"),
         ({"timeout_s": 0}, "timeout_s=0.0 must be above 0"),
         ({"max_failed_share": 1}, r"max_failed_share=1.0 must be in \[0, 1\)"),
