@@ -12,6 +12,8 @@ from train.config import TrainConfig, from_hydra
 
 CONF = Path(__file__).parents[1] / "conf"
 SOURCES = ("data.train=[a.jsonl]", "data.heldout=[b.jsonl]")
+# What some choices leave to the command line.
+GIVEN = {"model=custom": ["model.path=somewhere"], "experiment=eagle3-stored": ["trainer.features=somewhere"]}
 GROUPS = ("model", "heads", "data", "trainer", "adapter", "experiment")
 
 
@@ -26,8 +28,7 @@ def choices() -> list[str]:
 
 @pytest.mark.parametrize("choice", choices())
 def test_every_choice_composes(choice):
-    place = ["model.path=somewhere"] if choice == "model=custom" else []
-    config = compose_train(choice, *SOURCES, *place)
+    config = compose_train(choice, *SOURCES, *GIVEN.get(choice, []))
     group, name = choice.split("=")
     if group == "model":
         assert config.model.name == name
