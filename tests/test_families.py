@@ -20,7 +20,7 @@ FAMILIES = {
     "medusa": {"num_heads": 3, "objective": {"decay": 1.0}},
     "hydra": {"num_heads": 3, "objective": {"decay": 1.0}},
     "eagle": {"num_steps": 3, "noise": 0.0, "objective": {"ce_weight": 1.0, "kl_weight": 0.0, "decay": 1.0}},
-    "eagle3": {"num_steps": 3, "objective": {"decay": 1.0}},
+    "eagle3": {"num_steps": 3, "objective": {"ce_weight": 1.0, "kl_weight": 0.0, "decay": 1.0}},
 }
 
 

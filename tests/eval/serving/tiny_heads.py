@@ -17,10 +17,11 @@ from train.loop import train
 
 # vLLM's attention has no smaller heads, and its default taps need 7 layers to be three.
 LARGER = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+CROSS_ENTROPY = {"ce_weight": 1.0, "kl_weight": 0.0}
 HEADS: dict[str, dict[str, Any]] = {
     # A reduced draft vocabulary, so that d2t takes part.
-    "eagle3": {"kind": "eagle3", "num_steps": 3, "draft_vocab_size": 200, "objective": {"decay": 1.0}},
-    "eagle": {"kind": "eagle"},
+    "eagle3": {"kind": "eagle3", "num_steps": 3, "draft_vocab_size": 200, "objective": {**CROSS_ENTROPY, "decay": 1.0}},
+    "eagle": {"kind": "eagle", "objective": CROSS_ENTROPY},
     "medusa": {"kind": "medusa", "num_heads": 3, "draft_vocab_size": 200, "objective": {"decay": 1.0}},
 }
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
