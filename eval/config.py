@@ -22,12 +22,14 @@ def from_hydra(schema: type[Config], composed: DictConfig | dict[str, Any]) -> C
     Raises:
         ValueError: for an unknown key, a missing value, a wrong type or a value out of range, by name.
     """
+    if missing := sorted(OmegaConf.missing_keys(composed)):  # a merge would leave the default where there is one
+        raise ValueError(_without_value(missing[0]))
     try:
         checked = OmegaConf.to_object(OmegaConf.merge(_writable(schema), composed))
     except ConfigKeyError as error:
         raise ValueError(_unknown(error, schema)) from error
     except MissingMandatoryValue as error:
-        raise ValueError(f"{error.full_key} has no value; give it on the command line: {error.full_key}=...") from error
+        raise ValueError(_without_value(error.full_key)) from error
     except OmegaConfBaseException as error:
         raise ValueError(f"setting {error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(checked, schema)
@@ -49,6 +51,10 @@ def _release(node: DictConfig, schema: type) -> None:
             if OmegaConf.is_missing(node, name):
                 node[name] = OmegaConf.structured(kind)
             _release(node[name], kind)
+
+
+def _without_value(key: str | None) -> str:
+    return f"{key} has no value; give it on the command line: {key}=..."
 
 
 def _unknown(error: ConfigKeyError, schema: type) -> str:

@@ -47,10 +47,11 @@ def test_tau_without_held_out_prompts_is_refused(make_values):
         from_hydra(make_values("trainer.eval_prompts=2", "data.heldout=[]"))
 
 
-def test_a_missing_value_is_named(make_values):
+@pytest.mark.parametrize(("group", "name"), [("data", "train"), ("trainer", "features")])  # without and with a default
+def test_a_missing_value_is_named(make_values, group, name):
     values = make_values()
-    values["data"]["train"] = "???"
-    with pytest.raises(ValueError, match=r"data\.train.*data\.train=\.\.\."):
+    values[group][name] = "???"
+    with pytest.raises(ValueError, match=rf"{group}\.{name} has no value.*: {group}\.{name}=\.\.\."):
         from_hydra(OmegaConf.create(values))
 
 
