@@ -25,6 +25,9 @@ class Openings:
 
     examples: prompts that the invented ones shall be like; their kinds take turns. None: a bare start of a user turn.
     shots: how many examples of the kind, at most, stand before the user turn.
+
+    Raises:
+        ValueError: if the chat template rewrites the user's text, so that no prefix can be cut.
     """
 
     def __init__(
