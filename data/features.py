@@ -152,9 +152,7 @@ class Shard:
         return features_TD
 
     def holds(self, row: int, tap: str, read_T: Tensor) -> bool:
-        """Whether the rows of a tap that document `row` has here are enough where `read_T` (bool) is true."""
-        if tap in self.layout.whole:
-            return True
+        """Whether document `row` has a row of a tap that is not whole wherever `read_T` (bool) is true."""
         rows = slice(*self.offsets[tap][row : row + 2])
         missing_T = read_T.clone()
         missing_T[self.file.get_slice(tensor_name(tap, POSITIONS))[rows].long()] = False
@@ -178,7 +176,7 @@ class FeatureStore:
         self.places = {key: (shard, row) for shard in self.shards for row, key in enumerate(shard.keys)}
 
     def holds(self, ids_T: Tensor, reads: dict[str, Tensor]) -> bool:
-        """Whether a document is stored, with all that is read of it: bool [T] by tap."""
+        """Whether a document is stored, with all that is read of the taps that are not whole: bool [T] by tap."""
         place = self.places.get(document_key(ids_T))
         return place is not None and all(place[0].holds(place[1], tap, read_T) for tap, read_T in reads.items())
 

@@ -34,17 +34,17 @@ class Openings:
         self, tokenizer: Any, template_kwargs: Mapping[str, Any], examples: Sequence[Prompt], shots: int, seed: int
     ):
         self.tokenizer, self.template_kwargs, self.shots, self.seed = tokenizer, template_kwargs, shots, seed
-        self.texts: dict[str, list[str]] = defaultdict(list)
+        texts: dict[str, list[str]] = defaultdict(list)
         for prompt in examples:
-            self.texts[prompt.category].append(prompt.messages[-1]["content"])
+            texts[prompt.category].append(prompt.messages[-1]["content"])
+        self.kinds = sorted(texts.items())
         self.bare = self._prefix([])
 
     def __call__(self, number: int) -> tuple[list[int], str]:
         """Token ids up to where the user's text begins, and the category."""
-        if not self.texts:
+        if not self.kinds:
             return self.bare, INVENTED
-        category = sorted(self.texts)[number % len(self.texts)]
-        texts = self.texts[category]
+        category, texts = self.kinds[number % len(self.kinds)]
         chosen = random.Random(f"opening {number} of seed {self.seed}").sample(texts, min(self.shots, len(texts)))
         return self._prefix(chosen), category
 

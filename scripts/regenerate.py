@@ -95,11 +95,15 @@ def regenerate(config: RegenerateConfig) -> None:
     Raises:
         ValueError: if the rows that are there were made by other settings, or for a target or prompts of no use.
     """
-    prompts = read_prompts(load_conversations(config.prompts, needs_answer=False)) if config.prompts else []
+    prompts = _prompts_of(config.prompts)
     with AnswerLog(Path(config.output)) as log:
         keep_to_settings(log, config.answer_settings())
         closing = (_in_process if config.url is None else _by_server)(config, prompts, log)
     print(closing)
+
+
+def _prompts_of(sources: list[str]) -> list[Prompt]:
+    return read_prompts(load_conversations(sources, needs_answer=False)) if sources else []
 
 
 def _in_process(config: RegenerateConfig, prompts: list[Prompt], log: AnswerLog) -> str:
@@ -152,7 +156,7 @@ def _closing(log: AnswerLog) -> str:
 
 
 def _invented(config: RegenerateConfig, target: Target, path: Path, known: list[Prompt]) -> list[Prompt]:
-    examples = read_prompts(load_conversations(config.invent_like, needs_answer=False)) if config.invent_like else []
+    examples = _prompts_of(config.invent_like)
     template_kwargs = dict(config.model.template_kwargs)
     with AnswerLog(path) as log:
         keep_to_settings(log, config.prompt_settings())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.feature_plan import Document, Plan, make_plan
+from data.feature_plan import Document, Plan, Positions, make_plan
 from data.feature_writer import StoreWriter
 from data.features import FeatureStore, Index, Layout
 from data.prepared import PreparedData
@@ -47,12 +47,17 @@ def plan_store(target: Target, heads: DraftHeads, prepared: PreparedData, precis
     reads = training_reads(heads)
     whole = tuple(tap for tap, kinds in reads.items() if DOCUMENT in kinds)
     layout = Layout(heads.training_taps, whole, target.hidden_size, precision)
-    partial = {tap: kinds for tap, kinds in reads.items() if tap not in whole}
+    return make_plan(prepared, layout, _positions(heads, layout), made_for(target, heads, prepared), shard_bytes)
+
+
+def _positions(heads: DraftHeads, layout: Layout) -> Positions:
+    """What training reads of the taps that are not whole."""
+    partial = {tap: kinds for tap, kinds in training_reads(heads).items() if tap not in layout.whole}
 
     def positions(ids_T: Tensor, supervised_T: Tensor) -> dict[str, Tensor]:
         return {tap: positions_read(kinds, ids_T, supervised_T, heads.depth) for tap, kinds in partial.items()}
 
-    return make_plan(prepared, layout, positions, made_for(target, heads, prepared), shard_bytes)
+    return positions
 
 
 def store_directory(root: Path, index: Index) -> Path:
@@ -134,11 +139,9 @@ def open_store(directory: Path, target: Target, heads: DraftHeads, prepared: Pre
 
 
 def _check_documents(store: FeatureStore, heads: DraftHeads, prepared: PreparedData) -> None:
-    reads = training_reads(heads)
-    lacking = 0
-    for ids_T, supervised_T in map(prepared.sample, range(len(prepared))):
-        read = {tap: positions_read(kinds, ids_T, supervised_T, heads.depth) for tap, kinds in reads.items()}
-        lacking += not store.holds(ids_T, read)
+    positions = _positions(heads, store.index.layout)
+    samples = map(prepared.sample, range(len(prepared)))
+    lacking = sum(not store.holds(ids_T, positions(ids_T, supervised_T)) for ids_T, supervised_T in samples)
     if lacking:
         store.check()  # damaged bytes can hide a document
         raise ValueError(
