@@ -17,7 +17,7 @@ from eval.decode import (
     speculative_generate,
 )
 from eval.drafters import Draft, Drafter
-from eval.drafting import build_drafter
+from eval.drafting import as_served, build_drafter
 from eval.level_drafter import DynamicTree
 from eval.metrics import alpha, alpha_rates, tau, tokens_per_s
 from eval.prompts import EvalPrompt
@@ -232,9 +232,10 @@ def _divergence(bench: Bench, prompt: EvalPrompt, plain: list[int], heads: list[
 def measure_tau(
     target: Target, heads: DraftHeads, prompts: Sequence[EvalPrompt], max_new_tokens: int
 ) -> tuple[float, list[float]]:
-    """Return tau and alpha_1..K of greedy decoding with a small fixed tree: the measure of a training run."""
+    """Return tau and alpha_1..K of heads in training as they will be served: greedy, with a small fixed tree."""
     tree = Tree.from_choices(PROBE_TREE).pruned(heads.depth)
     config = BenchmarkConfig(max_new_tokens=max_new_tokens)
-    bench = Bench(target, build_drafter(heads, tree), config, max(len(prompt.ids) for prompt in prompts))
+    drafter = build_drafter(as_served(heads, target), tree)
+    bench = Bench(target, drafter, config, max(len(prompt.ids) for prompt in prompts))
     cycles = [c for prompt in prompts for c in bench.heads(prompt.ids, _coin(config, target.device, 0)).cycles]
     return tau(cycles), [rate or 0.0 for rate in alpha_rates(alpha(cycles, tree.depth))]

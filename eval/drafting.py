@@ -1,11 +1,14 @@
 """From heads and a draft tree to a drafter: the one place that knows which family drafts how."""
 
+import torch
+
 from eval.drafters import Drafter, MedusaDrafter
 from eval.eagle_stepper import EagleStepper
 from eval.hydra_stepper import HydraStepper
 from eval.level_drafter import DynamicDrafter, DynamicTree, StaticDrafter, Stepper
 from eval.sampling import Coin, SamplingConfig
 from eval.tree import Tree
+from heads import fresh_copy
 from heads.eagle import EagleHeads
 from heads.family import DraftHeads
 from heads.hydra import HydraHeads
@@ -21,6 +24,15 @@ def for_serving(heads: DraftHeads, target: Target) -> DraftHeads:
         pack_linears(heads)
         heads.pack_lm_head()
     return heads
+
+
+@torch.no_grad()
+def as_served(heads: DraftHeads, target: Target) -> DraftHeads:
+    """A copy of heads in training, as `for_serving` makes it of files: what they are worth is what it is worth."""
+    copy = fresh_copy(heads, target.dtype)
+    for name, parameter in heads.named_parameters():
+        copy.get_parameter(name).copy_(parameter)
+    return for_serving(copy, target)
 
 
 def build_drafter(

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from heads import HEADS
+from heads import fresh_copy
 from heads.family import DraftHeads
 from train.compiling import compile_heads
 from train.config import TrainerConfig
@@ -107,7 +107,7 @@ class Sharded(Parallel):
     @torch.no_grad()
     def gather_heads(self, everywhere: bool = False) -> DraftHeads:
         here = everywhere or self.accelerator.is_main_process
-        copy = _fresh_copy(self.heads) if here else self.heads
+        copy = fresh_copy(self.heads) if here else self.heads
         for name, parameter in self.parameters.items():
             value = self.whole_parameter(parameter)
             if here:
@@ -150,13 +150,3 @@ class FullySharded(Sharded):
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor, on every process."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _fresh_copy(heads: DraftHeads) -> DraftHeads:
-    """New heads like these, with their buffers; parameters are to be filled."""
-    copy = HEADS[heads.kind](heads.config, heads.hidden_size, heads.vocab_size, heads.draft_ids).bind(heads.target)
-    stored = copy.state_dict().keys()  # the other buffers follow from the target
-    for name, buffer in heads.named_buffers():
-        if name in stored:
-            copy.get_buffer(name).copy_(buffer)
-    return copy
