@@ -70,6 +70,12 @@ class TargetConfig:
             )
         check_quantization(self.quantization)
 
+    def dtype_on(self, device: torch.device) -> torch.dtype:
+        """What `dtype` is there: "auto" is `preferred_dtype`, but float32 for the random models of exact tests."""
+        if self.dtype != "auto":
+            return DTYPES[self.dtype]
+        return torch.float32 if self.path.startswith("random:") else preferred_dtype(device)
+
 
 class Target:
     """A frozen causal language model with its tokenizer."""
@@ -258,7 +264,7 @@ def load_model(config: TargetConfig, device: torch.device) -> tuple[PreTrainedMo
     if config.quantization is not None:
         raise ValueError(f"model.quantization={config.quantization} is for models on disk, not for {config.path}")
     model, tokenizer = tiny_model_and_tokenizer(config.path.removeprefix("random:"))
-    cast(nn.Module, model).to(DTYPES[config.dtype if config.dtype != "auto" else "float32"])
+    cast(nn.Module, model).to(config.dtype_on(device))
     return model, tokenizer
 
 
@@ -319,7 +325,7 @@ def _refuse_unloadable(config: TargetConfig) -> Iterator[None]:
 
 def _load_pretrained(config: TargetConfig, device: torch.device):
     path, options = _source(config)
-    dtype = preferred_dtype(device) if config.dtype == "auto" else DTYPES[config.dtype]
+    dtype = config.dtype_on(device)
     placing: dict[str, Any] = {"device_map": config.device_map}
     if config.quantization is not None:  # such weights are placed as they are loaded, and stay there
         placing = {

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from heads.target import Target, TargetConfig, dtype_name, load_target, preferred_dtype
+from heads.target import Target, TargetConfig, dtype_name, load_target
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,7 @@ def share_out(config: TargetConfig, accelerator: Accelerator) -> Target:
             "trainer.shard_target=true shares the target out over processes, but there is one; launch several with "
             "--num_processes, or spread it over the GPUs of one process by model.device_map=auto"
         )
-    if config.dtype == "auto":  # of the device where it will run
-        config = replace(config, dtype=dtype_name(preferred_dtype(device)))
+    config = replace(config, dtype=dtype_name(config.dtype_on(device)))  # it is loaded elsewhere first
     mesh = init_device_mesh(device.type, (accelerator.num_processes,))
     target = None
     for turn in range(accelerator.num_processes):
