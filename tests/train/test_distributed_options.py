@@ -29,9 +29,9 @@ COMPILED = ("trainer.compile=true", "trainer.gradient_checkpointing=true")
         ("zero3", ("trainer.gradient_checkpointing=true",)),
     ],
 )
-def test_every_engine_trains_the_heads_of_one_process(launcher, options, make_config, make_values, tmp_path):
+def test_every_engine_trains_the_heads_of_one_process(launcher, options, make_values, tmp_path):
     heads = {"kind": "eagle3", "num_steps": 3, "objective": {"ce_weight": 1.0, "kl_weight": 1.0}}
-    train(from_hydra({**make_config(*SETTINGS).resolved(), "heads": heads, "output_dir": f"{tmp_path}/one"}))
+    train(from_hydra({**make_values(*SETTINGS), "heads": heads, "output_dir": f"{tmp_path}/one"}))
     values = {**make_values(*SETTINGS, *options), "heads": heads}
     code, said = launch([*ENTRY, "heads=eagle3", *as_overrides(values)], launcher)
     assert code == 0, said

@@ -58,7 +58,7 @@ class Work(TorchDispatchMode):
 
 def take_step(family: str):
     """Loss, gradients and work of one step."""
-    model = TargetConfig("tiny", "random:llama")
+    model = TargetConfig("tiny", "random:llama", dtype="float32")
     step = TrainingStep(Case(family, 3, model, None, rows=2, tokens=24, supervised=0.6, threads=1), OURS)
     batch = step.batch
     counts_K = label_counts(batch.supervised_BT, batch.documents_BT, 3)

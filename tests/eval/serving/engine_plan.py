@@ -42,7 +42,7 @@ class EnginePlan:
         tokenizer.save_pretrained(folder / "target")
         rows = [{"id": f"p{i}", "prompt": f"say {i}"} for i in range(3)]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self.target = load_target(TargetConfig("tiny", str(folder / "target")), "cpu")
+        self.target = load_target(TargetConfig("tiny", str(folder / "target"), dtype="float32"), "cpu")
         heads = make(self.target, Eagle3Config(taps=[0, 1, 2]))
         save_heads(heads, folder / "run" / "heads", identify(self.target))
         engine = folder / "engine"
