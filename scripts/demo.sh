@@ -13,7 +13,7 @@ echo "1/3 training heads (about six minutes on two cores)"
 $launch train/train_heads.py experiment=demo resume=true
 echo "2/3 measuring them on held-out prompts (about three minutes)"
 # A tree of fixed size: a search over a few prompts and this minute's costs chooses now two nodes, now seven.
-$launch eval/eval_heads.py heads=$run limit=12 benchmark.max_new_tokens=48 benchmark.probe_prompts=1 tree.source=dynamic tree.max_nodes=5 tree.depth=2 other_dtypes=[bfloat16] | tee $run/evaluation.log
+$launch eval/eval_heads.py heads=$run limit=12 benchmark.max_new_tokens=48 benchmark.probe_prompts=1 tree.source=dynamic tree.max_nodes=5 tree.depth=2 other_dtypes=[float32,bfloat16] | tee $run/evaluation.log
 echo "3/3 exporting them, and checking that the files say what the trained heads said"
 python scripts/export_heads.py heads=$run format=vllm dtype=bfloat16 expand_vocabulary=true output=$run/export-vllm
 python scripts/verify_export.py export=$run/export-vllm

@@ -1,6 +1,6 @@
 """Every YAML in conf/ composes into its checked dataclass."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +8,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from heads.target import TargetConfig
-from train.config import TrainConfig, from_hydra
+from scripts.extract_features import ExtractConfig
+from train.config import TrainConfig, from_hydra, with_heads
 
 CONF = Path(__file__).parents[1] / "conf"
 SOURCES = ("data.train=[a.jsonl]", "data.heldout=[b.jsonl]")
@@ -56,6 +57,15 @@ def test_every_experiment_says_how_to_run_it():
         text = path.read_text()
         assert text.startswith("# @package _global_\n# "), path
         assert f"experiment={path.stem}" in text, path
+
+
+def test_the_features_that_an_experiment_says_to_extract_are_those_that_it_trains_from():
+    text = (CONF / "experiment" / "eagle3-stored.yaml").read_text()
+    command = next(line for line in text.splitlines() if "extract_features.py" in line)
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        composed = compose("extract", overrides=command.split("extract_features.py")[1].split())
+    trained = compose_train("experiment=eagle3-stored", *GIVEN["experiment=eagle3-stored"]).heads
+    assert with_heads(ExtractConfig, composed).heads == replace(trained, draft_vocab_size=None)
 
 
 def test_launch_settings_leave_precision_to_the_trainer():
