@@ -35,7 +35,7 @@ class TreeConfig:
     max_nodes: int = 15
     width: int = 8  # candidates of a Medusa head that the search considers
     depth: int = 5  # levels of a dynamic tree, at most; of those that the search considers
-    expand: int = 4  # nodes of each level that a dynamic tree expands, and children of each
+    expand: int = 8  # nodes of each level that a dynamic tree expands, and children of each
     calibration: list[str] = field(default_factory=list)  # sources of calibration prompts, never those evaluated
     calibration_prompts: int = 24
     calibration_tokens: int = 48
