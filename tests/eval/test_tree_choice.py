@@ -51,7 +51,7 @@ def test_more_nodes_than_are_measured_are_refused(tiny_target):
     heads = make(target, Eagle3Config())
     with pytest.raises(ValueError, match=r"tree.nodes=16 must be at most tree.max_nodes=15, .* raise tree.max_nodes"):
         measure_and_choose(TreeConfig(nodes=16, calibration=["p.jsonl"]), target, heads)
-    assert TreeConfig(source="dynamic", nodes=16).largest(heads) == DynamicTree(nodes=16, depth=5, width=4)
+    assert TreeConfig(source="dynamic", nodes=16, expand=4).largest(heads) == DynamicTree(nodes=16, depth=5, width=4)
 
 
 @pytest.mark.parametrize("name", ["nodes", "max_nodes", "width", "depth", "expand"])
