@@ -28,7 +28,7 @@ def for_serving(heads: DraftHeads, target: Target) -> DraftHeads:
 
 @torch.no_grad()
 def as_served(heads: DraftHeads, target: Target) -> DraftHeads:
-    """A copy of heads in training, as `for_serving` makes it of files: what they are worth is what it is worth."""
+    """A copy of heads in training, as `for_serving` decodes saved ones; the heads themselves stay as they are."""
     copy = fresh_copy(heads, target.dtype)
     for name, parameter in heads.named_parameters():
         copy.get_parameter(name).copy_(parameter)
