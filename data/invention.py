@@ -18,13 +18,14 @@ INVENTED = "invented"
 MIN_WORDS, MAX_WORDS = 4, 120
 MARK = "\ue000"  # a private-use character that no template contains
 REPLY = "Done. What is next?"
+DRAWS = 4  # turns that are drawn after the same examples: a batch reads an opening once, however long it is
 
 
 class Openings:
     """What the target goes on from when it invents its n-th prompt, and which kind of work that will be.
 
     examples: prompts that the invented ones shall be like; their kinds take turns. None: a bare start of a user turn.
-    shots: how many examples of the kind, at most, stand before the user turn.
+    shots: how many examples of the kind, at most, stand before the user turn; `DRAWS` turns of a kind see the same.
 
     Raises:
         ValueError: if the chat template rewrites the user's text, so that no prefix can be cut.
@@ -44,8 +45,10 @@ class Openings:
         """Token ids up to where the user's text begins, and the category."""
         if not self.kinds:
             return self.bare, INVENTED
-        category, texts = self.kinds[number % len(self.kinds)]
-        chosen = random.Random(f"opening {number} of seed {self.seed}").sample(texts, min(self.shots, len(texts)))
+        rounds, kind = divmod(number, len(self.kinds))
+        category, texts = self.kinds[kind]
+        opening = random.Random(f"opening {rounds // DRAWS} of {category} of seed {self.seed}")
+        chosen = opening.sample(texts, min(self.shots, len(texts)))
         return self._prefix(chosen), category
 
     def _prefix(self, earlier: Sequence[str]) -> list[int]:

@@ -1,7 +1,8 @@
 """Plain batched decoding: how the target answers many prompts at once (regeneration, not measurement).
 
-Prompts are padded on the left so that all sequences grow at the same slot; positions count real tokens only. Every
-sequence draws from its own seeded stream, so its randomness does not depend on its neighbours in the batch.
+Prompts are padded on the left so that all sequences grow at the same slot; positions count real tokens only. A prompt
+that occurs several times is read once. Every sequence draws from its own seeded stream, so its randomness does not
+depend on its neighbours in the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,9 +54,8 @@ def generate_batch(
     running = [_Sequence(i, torch.Generator().manual_seed(seed), []) for i, seed in enumerate(seeds)]
     answers: list[list[int]] = [[] for _ in prompts]
     cache = target.new_cache(longest + max_new_tokens)
-    ids_BP, visible_BS = _left_pad(prompts, longest, max_new_tokens, target.device)
+    hidden_BD, visible_BS = _read_prompts(target, prompts, max_new_tokens, cache)
     lengths_B = visible_BS[:, :longest].sum(1)
-    hidden_BD = _forward(target, ids_BP, visible_BS, (visible_BS[:, :longest].cumsum(1) - 1).clamp_min(0), cache)
     for step in range(max_new_tokens):
         tokens = _draw(target.logits(hidden_BD), sampling, [sequence.stream for sequence in running])
         on_tokens(len(tokens))
@@ -73,6 +73,22 @@ def generate_batch(
         ids_B1 = torch.tensor(tokens, device=target.device)[:, None]
         hidden_BD = _forward(target, ids_B1, visible_BS, (lengths_B + step)[:, None], cache)
     return [_until_end(answer, target.eos_ids) for answer in answers]
+
+
+def _read_prompts(
+    target: Target, prompts: Sequence[Sequence[int]], extra: int, cache: TreeCache
+) -> tuple[Tensor, Tensor]:
+    """Fill the cache with every prompt: features [B, D] of their last tokens, and which slots [B, S] they see."""
+    row_of: dict[tuple[int, ...], int] = {}
+    rows = [row_of.setdefault(tuple(prompt), len(row_of)) for prompt in prompts]
+    longest = max(map(len, row_of))
+    ids_BP, visible_BS = _left_pad(list(row_of), longest, extra, target.device)
+    hidden_BD = _forward(target, ids_BP, visible_BS, (visible_BS[:, :longest].cumsum(1) - 1).clamp_min(0), cache)
+    if len(row_of) == len(prompts):
+        return hidden_BD, visible_BS
+    rows_B = torch.tensor(rows, device=target.device)
+    cache.select(rows_B)
+    return hidden_BD[rows_B], visible_BS[rows_B]
 
 
 def _left_pad(prompts, longest: int, extra: int, device: torch.device) -> tuple[Tensor, Tensor]:

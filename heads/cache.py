@@ -58,7 +58,7 @@ class TreeLayer(CacheLayerMixin):
         self.values[:, :, destination] = self.values[:, :, source_P]
 
     def select(self, sequences_B: Tensor) -> None:
-        """Keep these sequences of the batch and drop the others."""
+        """Make a batch of these sequences: those left out are dropped, one named twice is there twice."""
         assert self.keys is not None
         assert self.values is not None
         self.keys, self.values = self.keys[sequences_B], self.values[sequences_B]
@@ -98,7 +98,7 @@ class TreeCache(Cache):
             layer.length += len(rows_P)
 
     def select(self, sequences_B: Tensor) -> None:
-        """Keep these sequences of the batch and drop the others, which are finished."""
+        """Make a batch of these sequences: those left out are dropped, one named twice is there twice."""
         for layer in self.tree_layers:
             layer.select(sequences_B)
 

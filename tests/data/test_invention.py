@@ -2,7 +2,7 @@
 
 import pytest
 
-from data.invention import REPLY, Openings, fault, invent
+from data.invention import DRAWS, REPLY, Openings, fault, invent
 from data.regenerate import AnswerLog, Prompt
 from heads.tiny import tiny_tokenizer
 
@@ -71,6 +71,14 @@ def test_examples_of_one_kind_stand_before_a_turn_and_kinds_take_turns(tokenizer
         seen.update(shown)
         assert openings(number) == (prefix, category)
     assert seen == {prompt.messages[-1]["content"] for prompt in EXAMPLES}
+
+
+def test_some_turns_of_a_kind_see_the_same_examples_and_the_next_ones_others(tokenizer):
+    openings = Openings(tokenizer, {}, EXAMPLES, shots=2, seed=0)
+    code = [tuple(openings(number)[0]) for number in range(0, 2 * DRAWS * 10, 2)]
+    rounds = [set(code[start : start + DRAWS]) for start in range(0, len(code), DRAWS)]
+    assert all(len(shown) == 1 for shown in rounds)
+    assert len(set.union(*rounds)) > 1
 
 
 def test_few_examples_are_all_shown_and_a_kind_is_kept_with_the_prompt(tokenizer, tmp_path):

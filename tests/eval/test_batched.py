@@ -27,6 +27,17 @@ def test_a_sequence_draws_the_same_whoever_is_beside_it(tiny_target):
         assert generate_batch(target, [prompt], sampling, 40, [seed]) == [answer]
 
 
+def test_a_prompt_that_occurs_several_times_is_read_once(tiny_target, monkeypatch):
+    target = tiny_target()
+    prompts, sampling = [[1, 2, 3], [4, 5], [1, 2, 3], [4, 5], [6]], SamplingConfig(temperature=1.0)
+    alone = [generate_batch(target, [prompt], sampling, 30, [seed])[0] for seed, prompt in enumerate(prompts)]
+    read, run_decoder = [], target.run_decoder
+    monkeypatch.setattr(target, "run_decoder", lambda ids, *rest: read.append(len(ids)) or run_decoder(ids, *rest))
+    assert generate_batch(target, prompts, sampling, 30, list(range(5))) == alone
+    assert alone[0] != alone[2], "two draws of one prompt are alike"
+    assert read[:2] == [3, 5]
+
+
 def test_end_of_text_ends_an_answer_and_is_kept(tiny_target):
     target = tiny_target()
     answers = generate_batch(target, [[i] for i in range(16)], SamplingConfig(temperature=2.0), 60, list(range(16)))
