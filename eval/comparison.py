@@ -16,6 +16,8 @@ from eval.prompts import EvalPrompt
 from eval.records import PromptResult
 from heads.target import Target
 
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito's palette
+
 
 def decode_all(
     target: Target, drafters: dict[str, Drafter], prompts: Sequence[EvalPrompt], config: BenchmarkConfig
@@ -117,4 +119,26 @@ def draw_comparison(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_xlabel(unit)
         axes.spines[["top", "right"]].set_visible(False)
     left.invert_yaxis()
+    figure.savefig(path)
+
+
+def draw_learning(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Save tau of checkpoints by the supervised tokens they learned from, with intervals, as one PNG at `path`.
+
+    rows: of `compare`, with the "run" and the "train_tokens" of each; one line for each run.
+    """
+    figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    for place, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
+        points = [row for row in rows if row["run"] == run]
+        tokens = [row["train_tokens"] / 1e6 for row in points]
+        colour = LINES[place % len(LINES)]
+        axes.plot(tokens, [row["tau"] for row in points], color=colour, marker="o", markersize=4, label=Path(run).name)
+        ends = [row["tau_low"] for row in points], [row["tau_high"] for row in points]
+        axes.fill_between(tokens, *ends, color=colour, alpha=0.15, linewidth=0)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("supervised tokens learned from, in millions")
+    axes.set_ylabel("tau (tokens per target forward)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
     figure.savefig(path)

@@ -3,6 +3,7 @@
 python scripts/compare_heads.py families=[medusa,hydra,eagle3] 'train=["trainer.max_seconds=600","trainer.epochs=4"]'
 python scripts/compare_heads.py comparison=eagle3_losses 'train=["trainer.max_seconds=600"]'  # one family, other losses
 python scripts/compare_heads.py runs=[outputs/a,outputs/b]                                    # what is trained already
+python scripts/compare_heads.py runs=[outputs/a,outputs/b] checkpoints=true                   # their learning curves
 """
 
 import json
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.benchmark import BenchmarkConfig, drafter_for
-from eval.comparison import compare, decode_all, draw_comparison, label_runs
+from eval.comparison import compare, decode_all, draw_comparison, draw_learning, label_runs
 from eval.config import from_hydra
 from eval.drafting import for_serving
 from eval.prompts import load_prompts
@@ -54,6 +55,7 @@ class CompareConfig:
     families: heads to train; each a name of conf/heads/, or {label, heads, overrides} for settings of its own.
     train: overrides of conf/train.yaml that all of them share.
     runs: directories of runs, or of heads, that are there already.
+    checkpoints: each run stands for all checkpoints that it kept (trainer.save_every, keep_last): its learning curve.
     """
 
     model: TargetConfig
@@ -61,6 +63,7 @@ class CompareConfig:
     families: list[Any] = field(default_factory=list)
     train: list[str] = field(default_factory=list)
     runs: list[str] = field(default_factory=list)
+    checkpoints: bool = False
     limit: int | None = None
     output: str = "outputs/comparison"
     tree: TreeConfig = field(default_factory=TreeConfig)
@@ -113,8 +116,23 @@ def _hydra(value: Any) -> str:
     return json.dumps(value)
 
 
+def kept_checkpoints(runs: dict[str, Path]) -> dict[str, Path]:
+    """The checkpoints of all runs, in their order, each by its run's label and its own name.
+
+    Raises:
+        ValueError: if a run kept none.
+    """
+    kept = {}
+    for label, run in runs.items():
+        found = sorted(path.parent for path in run.glob("checkpoints/*/state.json"))
+        if not found:
+            raise ValueError(f"checkpoints=true: {run} holds no checkpoints; give the directory of a training run")
+        kept |= {f"{label} {path.name}": path for path in found}
+    return kept
+
+
 def compare_runs(config: CompareConfig, runs: dict[str, Path]) -> list[dict[str, Any]]:
-    """Decode all runs' heads on the same prompts; rows for the table."""
+    """Decode the heads of all runs, or checkpoints of them, on the same prompts; rows for the table."""
     target = load_target(config.model)
     prompts = load_prompts(config.prompts, target, config.limit)
     drafters = {name: _drafter(config, target, run) for name, run in runs.items()}
@@ -131,16 +149,19 @@ def _drafter(config: CompareConfig, target: Target, run: Path):
     return drafter_for(heads, tree, config.benchmark)
 
 
-def _training(run: Path) -> dict[str, Any]:
-    """What a run's own files say of its training; empty for heads that came from elsewhere."""
-    metrics = run / "metrics.jsonl"
-    if not metrics.exists():
+def _training(directory: Path) -> dict[str, Any]:
+    """What a run's own files say of its training up to this checkpoint; empty for heads that came from elsewhere."""
+    run = directory.parents[1] if directory.parent.name == "checkpoints" else directory
+    if not (run / "metrics.jsonl").exists():
         return {}
-    logged = [json.loads(line) for line in metrics.read_text().splitlines()]
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     facts = json.loads((run / "run.json").read_text())
-    state = json.loads(sorted((run / "checkpoints").glob("*/state.json"))[-1].read_text())
+    last = directory if run != directory else sorted((run / "checkpoints").glob("*/state.json"))[-1].parent
+    state = json.loads((last / "state.json").read_text())
     return {
+        "run": str(run),
         "parameters": facts["starts"][-1]["parameters"],
+        "train_tokens": state.get("tokens", 0),
         "train_seconds": state["seconds"],
         "memory_gb": max(row.get("train/memory_gb", 0.0) for row in logged),
     }
@@ -149,7 +170,9 @@ def _training(run: Path) -> dict[str, Any]:
 def table_of(rows: list[dict[str, Any]]) -> Table:
     """The comparison as a table."""
     speedup = f"speedup over {rows[0]['fastest_plain']}"  # the fastest plain setting
-    table = Table("heads", "tau", "alpha_k", speedup, "over engine", "parameters", "training s", "peak GB", "equal")
+    table = Table(
+        "heads", "tau", "alpha_k", speedup, "over engine", "parameters", "trained on", "in s", "peak GB", "equal"
+    )
     for row in rows:
         table.add_row(
             row["heads"],
@@ -158,6 +181,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
             f"{row['speedup']:.2f} [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]",
             f"{row['speedup_engine']:.2f}",
             f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "",
+            f"{row['train_tokens'] / 1e3:,.0f}k" if row.get("train_tokens") else "",
             f"{row['train_seconds']:.0f}" if "train_seconds" in row else "",
             f"{row['memory_gb']:.1f}" if "memory_gb" in row else "",
             {True: "all", False: "not all", None: ""}[row["equal"]],
@@ -171,14 +195,16 @@ def main(composed: DictConfig) -> None:
     try:
         config = from_hydra(CompareConfig, composed)
         use_threads(config.threads)
-        rows = compare_runs(config, train_all(config))
+        runs = train_all(config)
+        rows = compare_runs(config, kept_checkpoints(runs) if config.checkpoints else runs)
     except (ValueError, subprocess.CalledProcessError) as error:
         sys.exit(f"error: {error}")
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
     (output / "comparison.json").write_text(json.dumps(rows, indent=2) + "\n")
-    draw_comparison(rows, output / "comparison.png")
-    Console(width=140).print(table_of(rows))
+    draw = draw_learning if config.checkpoints else draw_comparison
+    draw(rows, output / "comparison.png")
+    Console(width=150).print(table_of(rows))
     Console().print(f"{output}/comparison.json, {output}/comparison.png")
 
 

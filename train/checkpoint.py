@@ -44,7 +44,8 @@ class SaveError(OSError):
 class RunState:
     """Where a run stands after `step` steps, `skipped` of which changed nothing.
 
-    `tau` was measured at this step, None if it was not.
+    `tokens` counts the supervised tokens that the steps learned from, one seen twice as two. `tau` was measured at this
+    step, None if it was not.
 
     `fixed` holds the settings that the rest of the run must share; `window` the sums since the last log.
     """
@@ -55,6 +56,7 @@ class RunState:
     window: dict[str, Any]
     fixed: dict[str, Any]
     skipped: int = 0
+    tokens: int = 0
     hashes: dict[str, str] = field(default_factory=dict)
 
 

@@ -58,6 +58,7 @@ class Run:
     window: Window
     done: int  # steps, the skipped ones included
     skipped: int  # steps, since their loss or gradient was not finite
+    tokens: int  # supervised ones learned from, one seen twice as two
     saved: int  # the step of the last checkpoint, -1 before the first
     tau: float | None  # measured after step `done`, None if it was not
 
@@ -74,6 +75,7 @@ class Run:
         """Count one step done, on `tokens` supervised tokens in `seconds`."""
         self.window.add(loss, grad_norm, statistics_SK, tokens, seconds)
         self.done, self.tau = self.done + 1, None
+        self.tokens += tokens
 
     def skip(self, fault: str) -> None:
         """Count one step done that changed nothing, since its loss or gradient was not finite: `fault` describes it.
@@ -97,8 +99,9 @@ class Run:
 
     def log_window(self, rate: float) -> None:
         """Log the steps since the last time; `rate` is the latest learning rate."""
-        metrics = {**self.window.metrics(), **self.source.metrics()}
-        self._log({**metrics, "train/skipped": self.skipped, "train/lr": rate, "train/memory_gb": memory_gb()})
+        seen = {"train/supervised_tokens": self.tokens, "train/skipped": self.skipped}
+        metrics = {**self.window.metrics(), **self.source.metrics(), **seen}
+        self._log({**metrics, "train/lr": rate, "train/memory_gb": memory_gb()})
         self.window = Window.empty(self.depth)
 
     def measure(self) -> None:
@@ -118,7 +121,15 @@ class Run:
         """Save all that the rest of the run depends on; the other processes wait."""
         heads, moments = self.parallel.gather_heads(), self.parallel.gather_moments()
         if self.accelerator.is_main_process:
-            state = RunState(self.done, self.clock.seconds, self.tau, self.window.to_json(), self.fixed, self.skipped)
+            state = RunState(
+                step=self.done,
+                seconds=self.clock.seconds,
+                tau=self.tau,
+                window=self.window.to_json(),
+                fixed=self.fixed,
+                skipped=self.skipped,
+                tokens=self.tokens,
+            )
             if self.adapter is not None:
                 self.adapter.sign()
                 self.identity = identify(self.target)
@@ -206,6 +217,7 @@ def start_run(config: TrainConfig) -> Run:
         window=Window.from_json(state.window),
         done=state.step,
         skipped=state.skipped,
+        tokens=state.tokens,
         saved=-1 if resumed is None else state.step,
         tau=state.tau,
     )

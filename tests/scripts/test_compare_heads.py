@@ -11,10 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 
 import scripts.compare_heads
 from eval.benchmark import ENGINE, GENERATE
-from eval.comparison import compare, draw_comparison, label_runs, tau_interval
+from eval.comparison import compare, draw_comparison, draw_learning, label_runs, tau_interval
 from eval.config import from_hydra
 from eval.records import Cycle, PromptResult, Timing
-from scripts.compare_heads import CompareConfig, Entry, compare_runs, table_of, train_all
+from scripts.compare_heads import CompareConfig, Entry, compare_runs, kept_checkpoints, table_of, train_all
 from tests.test_configs import CONF, compose_train
 
 TINY = {"model": {"name": "tiny", "path": "random:llama"}, "prompts": ["p.jsonl"]}
@@ -42,6 +42,7 @@ def test_entries_are_trained_and_compared_and_found_again_as_runs(tmp_path):
         "eval_prompts": 0,
         "init_tokens": 4,
         "log_every": 1,
+        "save_every": 1,
         "tracker": "none",
     }
     config = from_hydra(
@@ -74,6 +75,16 @@ def test_entries_are_trained_and_compared_and_found_again_as_runs(tmp_path):
     assert (tmp_path / "comparison.png").stat().st_size > 1000
     again = replace(config, families=[], runs=[str(run) for run in runs.values()])
     assert train_all(again) == runs
+
+    kept = kept_checkpoints({"eagle3-ce": runs["eagle3-ce"]})
+    assert list(kept) == ["eagle3-ce step-000001", "eagle3-ce step-000002"]
+    points = compare_runs(config, kept)
+    assert [row["train_tokens"] for row in points] == [rows[1]["train_tokens"] // 2, rows[1]["train_tokens"]]
+    assert points[-1]["tau"] == rows[1]["tau"]
+    draw_learning(points, tmp_path / "learning.png")
+    assert (tmp_path / "learning.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="holds no checkpoints; give the directory of a training run"):
+        kept_checkpoints({"heads": runs["medusa"] / "heads"})
 
 
 def test_an_interval_is_over_prompts():
@@ -137,12 +148,14 @@ def test_the_command_line_names_families_or_gives_them_settings_of_their_own():
 def test_the_commands_that_the_script_shows_compose():
     commands = [line for line in str(scripts.compare_heads.__doc__).splitlines() if line.startswith("python")]
     configs = [compose_compare(*shlex.split(command, comments=True)[2:]) for command in commands]
-    assert [len(config.entries()) for config in configs] == [3, 4, 0]
+    assert [len(config.entries()) for config in configs] == [3, 4, 0, 0]
     assert [config.train for config in configs] == [
         ["trainer.max_seconds=600", "trainer.epochs=4"],
         ["trainer.max_seconds=600"],
         [],
+        [],
     ]
+    assert [config.checkpoints for config in configs] == [False, False, False, True]
     assert configs[2].runs == ["outputs/a", "outputs/b"]
 
 
