@@ -7,14 +7,21 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from eval.config import from_hydra as from_hydra_config
 from heads.target import TargetConfig
 from scripts.extract_features import ExtractConfig
+from scripts.regenerate import RegenerateConfig
 from train.config import TrainConfig, from_hydra, with_heads
 
 CONF = Path(__file__).parents[1] / "conf"
 SOURCES = ("data.train=[a.jsonl]", "data.heldout=[b.jsonl]")
 # What some choices leave to the command line.
-GIVEN = {"model=custom": ["model.path=somewhere"], "experiment=eagle3-stored": ["trainer.features=somewhere"]}
+STORED = ["trainer.features=somewhere"]
+GIVEN = {
+    "model=custom": ["model.path=somewhere"],
+    "experiment=eagle3-stored": STORED,
+    "experiment=eagle3-long": STORED,
+}
 GROUPS = ("model", "heads", "data", "trainer", "adapter", "experiment")
 
 
@@ -59,13 +66,27 @@ def test_every_experiment_says_how_to_run_it():
         assert f"experiment={path.stem}" in text, path
 
 
-def test_the_features_that_an_experiment_says_to_extract_are_those_that_it_trains_from():
-    text = (CONF / "experiment" / "eagle3-stored.yaml").read_text()
-    command = next(line for line in text.splitlines() if "extract_features.py" in line)
+def shown_command(experiment: str, script: str) -> list[str]:
+    """The arguments of the command that an experiment's comment shows."""
+    text = (CONF / "experiment" / f"{experiment}.yaml").read_text().replace("\\\n#", "")
+    command = next(line for line in text.splitlines() if f"python scripts/{script}" in line)
+    return command.split(script)[1].split()
+
+
+@pytest.mark.parametrize("experiment", ["eagle3-stored", "eagle3-long"])
+def test_the_features_that_an_experiment_says_to_extract_are_those_that_it_trains_from(experiment):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        composed = compose("extract", overrides=command.split("extract_features.py")[1].split())
-    trained = compose_train("experiment=eagle3-stored", *GIVEN["experiment=eagle3-stored"]).heads
-    assert with_heads(ExtractConfig, composed).heads == replace(trained, draft_vocab_size=None)
+        composed = compose("extract", overrides=shown_command(experiment, "extract_features.py"))
+    extracted, trained = with_heads(ExtractConfig, composed), compose_train(f"experiment={experiment}", *STORED)
+    assert extracted.heads == replace(trained.heads, draft_vocab_size=None)
+    assert extracted.data == trained.data
+
+
+def test_the_long_recipe_trains_on_what_it_says_to_regenerate():
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        composed = compose("regenerate", overrides=shown_command("eagle3-long", "regenerate.py"))
+    answers = from_hydra_config(RegenerateConfig, composed).output
+    assert answers in compose_train("experiment=eagle3-long", *STORED).data.train
 
 
 def test_launch_settings_leave_precision_to_the_trainer():
