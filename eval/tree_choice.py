@@ -80,19 +80,30 @@ def measure_and_choose(
     return choose_tree(config, target, heads, costs), costs
 
 
-def choose_tree(config: TreeConfig, target: Target, heads: DraftHeads, costs: dict[str, float]) -> Tree | DynamicTree:
-    """Return the configured tree, or search the one that pays best at the measured costs.
+def given_tree(config: TreeConfig, heads: DraftHeads) -> Tree | DynamicTree | None:
+    """The tree that the settings name, None if it is to be searched.
 
     Raises:
         ValueError: if the heads cannot fill the tree.
     """
+    if config.source == AUTO:
+        return None
     if config.source == DYNAMIC:
-        largest = config.largest(heads)
-        build_drafter(heads, largest)  # refuses what these heads cannot draft
-        return largest
-    if config.source != AUTO:
+        tree = config.largest(heads)
+    else:
         tree = Tree.from_choices(config.choices) if config.source == CHOICES else published_tree(config.source)
-        build_drafter(heads, tree)
+    build_drafter(heads, tree)  # refuses what these heads cannot draft
+    return tree
+
+
+def choose_tree(config: TreeConfig, target: Target, heads: DraftHeads, costs: dict[str, float]) -> Tree | DynamicTree:
+    """Return the given tree, or search the one that pays best at the measured costs.
+
+    Raises:
+        ValueError: if the heads cannot fill the tree.
+    """
+    tree = given_tree(config, heads)
+    if tree is not None:
         return tree
     prompts = [prompt.ids for prompt in load_prompts(config.calibration, target, config.calibration_prompts)]
     verify, draft, level = relative_costs(costs)

@@ -26,7 +26,7 @@ from eval.config import from_hydra
 from eval.drafting import for_serving
 from eval.prompts import load_prompts
 from eval.threads import use_threads
-from eval.tree_choice import TreeConfig, measure_and_choose
+from eval.tree_choice import TreeConfig, given_tree, measure_and_choose
 from heads.layout import heads_directory, load_heads
 from heads.target import Target, TargetConfig, load_target
 
@@ -145,7 +145,9 @@ def compare_runs(config: CompareConfig, runs: dict[str, Path]) -> list[dict[str,
 
 def _drafter(config: CompareConfig, target: Target, run: Path):
     heads = for_serving(load_heads(heads_directory(run), target), target)
-    tree, _ = measure_and_choose(config.tree, target, heads)
+    tree = given_tree(config.tree, heads)
+    if tree is None:
+        tree, _ = measure_and_choose(config.tree, target, heads)
     return drafter_for(heads, tree, config.benchmark)
 
 
