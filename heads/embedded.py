@@ -21,7 +21,7 @@ LICENCE = "Apache-2.0"
 
 def cache_root() -> Path:
     """Where Headstart keeps converted targets and prepared data: $HEADSTART_CACHE or ~/.cache/headstart."""
-    return Path(os.environ.get("HEADSTART_CACHE", Path.home() / ".cache" / "headstart"))
+    return Path(os.environ.get("HEADSTART_CACHE", "~/.cache/headstart")).expanduser()
 
 
 def smollm2_directory() -> Path:
