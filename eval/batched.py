@@ -24,9 +24,15 @@ COMPACT_BELOW = 0.75
 
 @dataclass
 class _Sequence:
-    index: int
     stream: torch.Generator
     tokens: list[int]
+    ended: bool = False
+
+    def take(self, token: int, eos_ids: Sequence[int]) -> None:
+        """Go on with `token`; what an ended one draws is nobody's."""
+        if not self.ended:
+            self.tokens.append(token)
+            self.ended = token in eos_ids
 
 
 @torch.inference_mode()
@@ -51,28 +57,26 @@ def generate_batch(
         )
     if any(window is not None for window in target.windows.values()):
         raise ValueError("batched generation handles full attention only; use a target without sliding windows")
-    running = [_Sequence(i, torch.Generator().manual_seed(seed), []) for i, seed in enumerate(seeds)]
-    answers: list[list[int]] = [[] for _ in prompts]
+    running = sequences = [_Sequence(torch.Generator().manual_seed(seed), []) for seed in seeds]
     cache = target.new_cache(longest + max_new_tokens)
     hidden_BD, visible_BS = _read_prompts(target, prompts, max_new_tokens, cache)
     lengths_B = visible_BS[:, :longest].sum(1)
     for step in range(max_new_tokens):
         tokens = _draw(target.logits(hidden_BD), sampling, [sequence.stream for sequence in running])
-        on_tokens(len(tokens))
+        on_tokens(sum(not sequence.ended for sequence in running))
         for sequence, token in zip(running, tokens, strict=True):
-            sequence.tokens.append(token)
-            answers[sequence.index] = sequence.tokens
-        alive = [i for i, token in enumerate(tokens) if token not in target.eos_ids]
+            sequence.take(token, target.eos_ids)
+        alive = [row for row, sequence in enumerate(running) if not sequence.ended]
         if not alive or step == max_new_tokens - 1:
             break
         if len(alive) < len(running) * COMPACT_BELOW:
             rows_B = torch.tensor(alive, device=target.device)
             cache.select(rows_B)
             visible_BS, lengths_B = visible_BS[rows_B], lengths_B[rows_B]
-            running, tokens = [running[i] for i in alive], [tokens[i] for i in alive]
+            running, tokens = [running[row] for row in alive], [tokens[row] for row in alive]
         ids_B1 = torch.tensor(tokens, device=target.device)[:, None]
         hidden_BD = _forward(target, ids_B1, visible_BS, (lengths_B + step)[:, None], cache)
-    return [_until_end(answer, target.eos_ids) for answer in answers]
+    return [sequence.tokens for sequence in sequences]
 
 
 def _read_prompts(
@@ -125,11 +129,3 @@ def _draw(logits_BV: Tensor, sampling: SamplingConfig, streams: list[torch.Gener
     uniform_B = torch.cat([torch.rand(1, generator=stream, dtype=torch.float64) for stream in streams])
     points_B1 = uniform_B.to(mass_BK.device)[:, None] * mass_BK[:, -1:]
     return ids_BK.gather(1, torch.searchsorted(mass_BK, points_B1, right=True).clamp_max(kept - 1))[:, 0].tolist()
-
-
-def _until_end(tokens: list[int], eos_ids: Sequence[int]) -> list[int]:
-    """Cut behind the first end-of-text id: a finished sequence may have idled on in the batch."""
-    for position, token in enumerate(tokens):
-        if token in eos_ids:
-            return tokens[: position + 1]
-    return tokens

@@ -46,6 +46,21 @@ def test_end_of_text_ends_an_answer_and_is_kept(tiny_target):
     assert all(answer.index(258) == len(answer) - 1 for answer in ended)
 
 
+def test_sequences_that_ended_at_different_steps_leave_the_batch_and_are_counted_no_more(tiny_target, monkeypatch):
+    target = tiny_target()
+    rows, counts, run_decoder = [], [], target.run_decoder
+    monkeypatch.setattr(target, "run_decoder", lambda ids, *rest: rows.append(len(ids)) or run_decoder(ids, *rest))
+    prompts, sampling = [[i] for i in range(32)], SamplingConfig(temperature=2.0)
+    answers = generate_batch(target, prompts, sampling, 200, list(range(32)), counts.append)
+    lengths = [len(answer) for answer in answers]
+    ended = [length for length in lengths if length < 200]
+    assert len(ended) > 10, "few end: none is dropped"
+    assert max(map(ended.count, ended)) < 4, "many end at once: they are dropped at once"
+    assert sum(counts) == sum(lengths)
+    going_on = [sum(length > step for length in lengths) for step in range(len(rows))]
+    assert all(beside * 0.75 <= left <= beside for left, beside in zip(going_on, rows, strict=True))
+
+
 def test_what_it_cannot_do_is_refused(tiny_target):
     with pytest.raises(ValueError, match="exceed the target's context of 512"):
         generate_batch(tiny_target(), [[1] * 500], SamplingConfig(), 20, [0])
