@@ -159,8 +159,8 @@ def _draft_ids(tensors: Mapping[str, Tensor], size: Any, vocab_size: int, path: 
     return from_offsets(d2t)
 
 
-def heads_directory(given: str | Path) -> Path:
-    """Return the directory of heads: the given one, or `heads/` inside a run's.
+def heads_directory(given: str | Path, setting: str = "heads") -> Path:
+    """Return the directory of heads: the one given as `setting`, or `heads/` inside a run's.
 
     Raises:
         ValueError: if neither holds heads.
@@ -169,4 +169,6 @@ def heads_directory(given: str | Path) -> Path:
     for directory in (given, given / "heads"):
         if (directory / CONFIG_FILE).is_file():
             return directory
-    raise ValueError(f"heads={given} holds no {CONFIG_FILE}, nor does {given / 'heads'}; give the directory of a run")
+    raise ValueError(
+        f"{setting}={given} holds no {CONFIG_FILE}, nor does {given / 'heads'}; give the directory of a run"
+    )

@@ -108,7 +108,10 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """`conf/train.yaml`. `heads` is the config of one family; `kind` names the family."""
+    """`conf/train.yaml`. `heads` is the config of one family; `kind` names the family.
+
+    init_from: the directory of a run, a checkpoint or imported heads: these go on learning, on this run's data.
+    """
 
     model: TargetConfig
     heads: Any
@@ -119,6 +122,7 @@ class TrainConfig:
     adapter: AdapterConfig | None = None  # Medusa-2: train a LoRA adapter on the target, too
     threads: int | None = None  # CPU threads of a process; None shares the cores among the processes
     seed: int = 0
+    init_from: str | None = None
     resume: bool = False
 
     def __post_init__(self):

@@ -190,7 +190,7 @@ def start_run(config: TrainConfig) -> Run:
     source = start.build_source(config, target, adapter, heads, prepared)
     display = Display(num_steps, accelerator.is_main_process)
     clock = Clock(num_steps, trainer.max_seconds, state.seconds)  # the warm start's time counts
-    if state.step == 0:
+    if state.step == 0 and config.init_from is None:
         with display:
             warm_start(heads, loader, source, trainer, accelerator, display)
 

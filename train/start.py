@@ -14,7 +14,6 @@ from data.batches import BatchLoader
 from data.prepared import PreparedData
 from data.shards import prepare
 from eval.prompts import EvalPrompt, load_prompts
-from heads import HEADS, vocabulary
 from heads.family import DraftHeads
 from heads.layout import load_heads
 from heads.target import DTYPES, Target, load_target, preferred_dtype
@@ -25,6 +24,7 @@ from train.checkpoint import RunState
 from train.compiling import check_compiling, compile_target
 from train.config import TrainConfig, TrainerConfig
 from train.features import FeatureSource
+from train.first_heads import first_heads
 from train.joint import Joint
 from train.metrics import Window
 from train.parallel import FullySharded, Parallel, Replicated
@@ -91,22 +91,6 @@ def load_probes(config: TrainConfig, target: Target) -> list[EvalPrompt]:
     return load_prompts(config.data.heldout, target, config.trainer.eval_prompts)
 
 
-def build_heads(config: TrainConfig, target: Target, prepared: PreparedData) -> DraftHeads:
-    """New heads on `target`, over the token ids that the data supervises most."""
-    torch.manual_seed(config.seed)
-    counts_V = prepared.token_counts(target.vocab_size)
-    size = config.heads.draft_vocab_size
-    if size is None:
-        draft_ids = torch.arange(target.vocab_size)
-    else:
-        draft_ids = vocabulary.most_frequent(counts_V, size, target.eos_ids)
-        share = vocabulary.coverage(counts_V, draft_ids)
-        logger.info("draft vocabulary: %d of %d ids, %.2f%% of the tokens", size, target.vocab_size, 100 * share)
-    family = HEADS[config.kind]
-    heads = family(family.resolve(config.heads, target), target.hidden_size, target.vocab_size, draft_ids)
-    return heads.bind(target).initialise()
-
-
 def open_heads(
     config: TrainConfig,
     target: Target,
@@ -115,13 +99,13 @@ def open_heads(
     resumed: Path | None,
     fixed: dict[str, Any],
 ) -> tuple[DraftHeads, RunState]:
-    """New heads, or those of the checkpoint `resumed` on the target as it then was; and where the run stands.
+    """The run's first heads, or those of the checkpoint `resumed` on the target as it then was; where the run stands.
 
     Raises:
-        ValueError: if the checkpoint is of another run.
+        ValueError: if the checkpoint is of another run, or the heads to start from are not such as the run trains.
     """
     if resumed is None:
-        heads = build_heads(config, target, prepared)
+        heads = first_heads(config, target, prepared)
         return heads, RunState(0, 0.0, None, Window.empty(heads.depth).to_json(), fixed)
     state = checkpoint.read_state(resumed)
     checkpoint.check_fixed(state.fixed, fixed)

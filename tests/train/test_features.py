@@ -18,9 +18,10 @@ from data.shards import prepare
 from heads.alignment import label_counts
 from heads.target import load_target
 from heads.warm_start import LinearForecast
-from train import run, start
+from train import run
 from train.config import TrainConfig, from_hydra
 from train.features import FeatureSource, document_spans
+from train.first_heads import first_heads
 from train.loop import train
 from train.start import load_frozen_target
 from train.stored_features import fill_store, naive_bytes, open_store, plan_store, store_directory
@@ -60,7 +61,7 @@ class Made:
         self.config = config
         self.target = load_target(config.model, "cpu")
         self.prepared = prepare(config.data.train, config.data, self.target.tokenizer, self.target.eos_ids)
-        self.heads = start.build_heads(config, self.target, self.prepared)
+        self.heads = first_heads(config, self.target, self.prepared)
 
     def store(self, root: Path, precision: str = "float32") -> Path:
         plan = plan_store(self.target, self.heads, self.prepared, precision, shard_bytes=100_000)
