@@ -21,6 +21,7 @@ GIVEN = {
     "model=custom": ["model.path=somewhere"],
     "experiment=eagle3-stored": STORED,
     "experiment=eagle3-long": STORED,
+    "experiment=hydra-long": STORED,
 }
 GROUPS = ("model", "heads", "data", "trainer", "adapter", "experiment")
 
