@@ -125,15 +125,17 @@ def draw_comparison(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def draw_learning(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Save tau of checkpoints by the supervised tokens they learned from, with intervals, as one PNG at `path`.
 
-    rows: of `compare`, with the "run" and the "train_tokens" of each; one line for each run.
+    rows: of `compare`, with the "train_tokens" of each; their "heads" are "<run> <checkpoint>", and each run is a line.
     """
     figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots()
-    for place, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
-        points = [row for row in rows if row["run"] == run]
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        runs.setdefault(row["heads"].rsplit(" ", 1)[0], []).append(row)
+    for place, (run, points) in enumerate(runs.items()):
         tokens = [row["train_tokens"] / 1e6 for row in points]
         colour = LINES[place % len(LINES)]
-        axes.plot(tokens, [row["tau"] for row in points], color=colour, marker="o", markersize=4, label=Path(run).name)
+        axes.plot(tokens, [row["tau"] for row in points], color=colour, marker="o", markersize=4, label=run)
         ends = [row["tau_low"] for row in points], [row["tau_high"] for row in points]
         axes.fill_between(tokens, *ends, color=colour, alpha=0.15, linewidth=0)
     axes.set_xlim(left=0)

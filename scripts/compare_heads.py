@@ -124,8 +124,8 @@ def kept_checkpoints(runs: dict[str, Path]) -> dict[str, Path]:
     """
     kept = {}
     for label, run in runs.items():
-        found = sorted(path.parent for path in run.glob("checkpoints/*/state.json"))
-        if not found:
+        found = sorted(path.parent for path in run.glob("checkpoints/step-*/state.json"))
+        if not found or not (run / "metrics.jsonl").exists():
             raise ValueError(f"checkpoints=true: {run} holds no checkpoints; give the directory of a training run")
         kept |= {f"{label} {path.name}": path for path in found}
     return kept
@@ -158,10 +158,9 @@ def _training(directory: Path) -> dict[str, Any]:
         return {}
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     facts = json.loads((run / "run.json").read_text())
-    last = directory if run != directory else sorted((run / "checkpoints").glob("*/state.json"))[-1].parent
+    last = directory if run != directory else max(run.glob("checkpoints/step-*/state.json")).parent
     state = json.loads((last / "state.json").read_text())
     return {
-        "run": str(run),
         "parameters": facts["starts"][-1]["parameters"],
         "train_tokens": state.get("tokens", 0),
         "train_seconds": state["seconds"],
