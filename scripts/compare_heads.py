@@ -29,6 +29,7 @@ from eval.threads import use_threads
 from eval.tree_choice import TreeConfig, given_tree, measure_and_choose
 from heads.layout import heads_directory, load_heads
 from heads.target import Target, TargetConfig, load_target
+from train import checkpoint
 
 TRAIN = str(Path(__file__).parents[1] / "train" / "train_heads.py")
 
@@ -124,7 +125,7 @@ def kept_checkpoints(runs: dict[str, Path]) -> dict[str, Path]:
     """
     kept = {}
     for label, run in runs.items():
-        found = sorted(path.parent for path in run.glob("checkpoints/step-*/state.json"))
+        found = checkpoint.checkpoints(run / "checkpoints")
         if not found or not (run / "metrics.jsonl").exists():
             raise ValueError(f"checkpoints=true: {run} holds no checkpoints; give the directory of a training run")
         kept |= {f"{label} {path.name}": path for path in found}
@@ -158,12 +159,11 @@ def _training(directory: Path) -> dict[str, Any]:
         return {}
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     facts = json.loads((run / "run.json").read_text())
-    last = directory if run != directory else max(run.glob("checkpoints/step-*/state.json")).parent
-    state = json.loads((last / "state.json").read_text())
+    state = checkpoint.read_state(directory if run != directory else checkpoint.checkpoints(run / "checkpoints")[-1])
     return {
         "parameters": facts["starts"][-1]["parameters"],
-        "train_tokens": state.get("tokens", 0),
-        "train_seconds": state["seconds"],
+        "train_tokens": state.tokens,
+        "train_seconds": state.seconds,
         "memory_gb": max(row.get("train/memory_gb", 0.0) for row in logged),
     }
 

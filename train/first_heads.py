@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from data.prepared import PreparedData
 from heads import HEADS, vocabulary
@@ -14,6 +15,8 @@ from heads.target import Target
 from train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
+
+# Shapes: V vocabulary; counts_V is how often the data supervises each id
 
 # Settings that say how heads learn, not what they compute: heads go on under others.
 OF_TRAINING = ("init", "noise", "num_steps", "objective", "regression_weight")
@@ -26,20 +29,21 @@ def first_heads(config: TrainConfig, target: Target, prepared: PreparedData) -> 
         ValueError: if `init_from` holds no heads, or others than this run trains.
     """
     torch.manual_seed(config.seed)
-    return new_heads(config, target, prepared) if config.init_from is None else known_heads(config, target, prepared)
+    counts_V = prepared.token_counts(target.vocab_size)
+    return new_heads(config, target, counts_V) if config.init_from is None else known_heads(config, target, counts_V)
 
 
-def new_heads(config: TrainConfig, target: Target, prepared: PreparedData) -> DraftHeads:
+def new_heads(config: TrainConfig, target: Target, counts_V: Tensor) -> DraftHeads:
     """New heads over the token ids that the data supervises most."""
     size = config.heads.draft_vocab_size
     if size is None:
         draft_ids = torch.arange(target.vocab_size)
     else:
-        draft_ids = vocabulary.most_frequent(prepared.token_counts(target.vocab_size), size, target.eos_ids)
-    return _of_this_run(config, target, draft_ids, prepared).initialise()
+        draft_ids = vocabulary.most_frequent(counts_V, size, target.eos_ids)
+    return _of_this_run(config, target, draft_ids, counts_V).initialise()
 
 
-def known_heads(config: TrainConfig, target: Target, prepared: PreparedData) -> DraftHeads:
+def known_heads(config: TrainConfig, target: Target, counts_V: Tensor) -> DraftHeads:
     """The heads of `init_from`, with this run's settings of training; the target may be a fine-tune of theirs.
 
     Raises:
@@ -49,7 +53,7 @@ def known_heads(config: TrainConfig, target: Target, prepared: PreparedData) -> 
     known = load_heads(heads_directory(config.init_from, "init_from"), target, allow_other_weights=True)
     if known.kind != config.kind:
         raise ValueError(f"init_from={config.init_from} holds {known.kind} heads; set heads={known.kind}")
-    heads = _of_this_run(config, target, vocabulary.from_offsets(known.d2t), prepared)
+    heads = _of_this_run(config, target, vocabulary.from_offsets(known.d2t), counts_V)
     theirs, ours = _structure(known, known.config), _structure(known, heads.config)
     if wrong := next((name for name in ours if theirs[name] != ours[name]), None):
         raise ValueError(
@@ -61,9 +65,9 @@ def known_heads(config: TrainConfig, target: Target, prepared: PreparedData) -> 
     return heads
 
 
-def _of_this_run(config: TrainConfig, target: Target, draft_ids: torch.Tensor, prepared: PreparedData) -> DraftHeads:
+def _of_this_run(config: TrainConfig, target: Target, draft_ids: Tensor, counts_V: Tensor) -> DraftHeads:
     if len(draft_ids) < target.vocab_size:
-        share = vocabulary.coverage(prepared.token_counts(target.vocab_size), draft_ids)
+        share = vocabulary.coverage(counts_V, draft_ids)
         logger.info(
             "draft vocabulary: %d of %d ids, %.2f%% of the tokens", len(draft_ids), target.vocab_size, 100 * share
         )
